@@ -84,21 +84,20 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
     """
     rows, contents = request.rows, outputs.contents
     parts = [
-        contents[number][(at := start + row * step) : at + rows * size]
-        for number, start, step, size, _, _ in plan.parts
+        contents[number][(at := start + row * step) : at + rows * size] for number, start, step, size, _ in plan.parts
     ]
     if request.regions:
         for used in request.regions:
             if isinstance(used, CudaRegion):
                 return None
-        for (*_, place, _), part in zip(plan.parts, parts, strict=True):
+        for (*_, place), part in zip(plan.parts, parts, strict=True):
             if place is not None and part:
                 target = request.leased(place.region)
                 assert not isinstance(target, CudaRegion)
                 target.write(place.offset, part)
         check_intact(request.regions)
         if not plan.inside:
-            parts = [part for (*_, place, _), part in zip(plan.parts, parts, strict=True) if place is None]
+            parts = [part for (*_, place), part in zip(plan.parts, parts, strict=True) if place is None]
     request.copied_byte_size += rows * plan.row_byte_size
     return AnswerRecord(request.request_id, plan.said, tuple(parts))
 

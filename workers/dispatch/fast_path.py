@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 from tensord.shm.arrays import address_of
@@ -35,13 +35,13 @@ from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.processor.processor import HostExecutable
-from tensord.workers.processor.single_run import SingleRun
+from tensord.workers.processor.single_run import SingleOutput, SingleRun
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.grouped_calls import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.preparation import AnswerPlan, Checked, PlannedOutput, Preparation
+from tensord.workers.requests.preparation import Checked, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import timeline_end
@@ -358,14 +358,15 @@ class FastPath(Poller):
         if planned is None or checked is None or not isinstance(executable, HostExecutable):
             return SlowReason.LARGE
         inputs = zip(preparation.prepared.inputs, checked.sizes, strict=True)
-        run = SingleRun(executable, request.submitter.lane, inputs, *planned, request.rows, regions)
-        if not run.is_aligned or not _holds(run.numbered, request):
+        numbered, outputs = planned
+        run = SingleRun(executable, request.submitter.lane, inputs, outputs, regions)
+        if not run.is_aligned or not _holds(numbered, request):
             return SlowReason.NEW if run.is_aligned else SlowReason.LARGE
         key = shapes_of(request.key)
         batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:
             batch = self._alone[version, key] = _Alone(version, model, executable)
-        return self._tell(request, preparation, batch, run.inputs, run.outputs, run.numbered, alone=run)
+        return self._tell(request, preparation, batch, run.inputs, run.outputs, numbered, alone=run)
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
@@ -406,26 +407,24 @@ class FastPath(Poller):
         return f"<FastPath {sum(map(len, self._numbers.values()))} numbers of {len(self._batches)} kinds>"
 
 
-def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
+def _plan_single(
+    execution: Execution, preparation: Preparation
+) -> tuple[Numbered[PreparedAnswer], list[SingleOutput]] | None:
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
-        return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
-    large = preparation.large
-    if large is None or places is None or not places.written:
+        names = {content: name for name, _, content, *_ in made.layout.outputs}
+        inside = [SingleOutput(names[part.content], part.byte_size * request.rows) for part in plan.parts]
+        return (plan.numbered, inside) if plan.inside else None
+    if preparation.large is None or places is None or not places.written:
         return None
-    parts: list[PlannedOutput] = []
-    for content, (name, size) in enumerate(places.sizes.items()):
-        row_byte_size, odd = divmod(size, request.rows)
-        at, region = places.offsets.get(name), None
-        if name in places.in_regions:
-            place, _ = places.in_regions[name]
-            region = RegionSlice(place.region, place.offset, size)
-        if odd or ((region is not None or at is not None) and name not in places.written):
+    outputs: list[SingleOutput] = []
+    for name, size in places.sizes.items():
+        at, (region, _) = places.offsets.get(name), places.in_regions.get(name, (None, None))
+        if (region is not None or at is not None) and name not in places.written:
             return None
-        parts.append(PlannedOutput(content, at or 0, row_byte_size, row_byte_size, region, at is not None))
-    plan = AnswerPlan(large.number, large, parts, sum([part.byte_size for part in parts]), False, {})
-    return plan, dict(enumerate(places.sizes))
+        outputs.append(SingleOutput(name, size, at, region))
+    return preparation.large, outputs
 
 
 def _differ_in_tensors(request: Request, execution: Execution) -> bool:

@@ -8,21 +8,20 @@ and the thread that runs the programs is also the thread that unregisters region
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import DTYPES, Array, address_of
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import PreparedTensor, Slice
+from tensord.shm.messages import PreparedTensor, RegionSlice, Slice
 from tensord.shm.regions import Region
 from tensord.workers.regions.region_table import check_intact
 
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.processor.processor import HostExecutable
-    from tensord.workers.requests.preparation import AnswerPlan
 
 #: An input's segment and offset in the submitter's arena, or its bytes.
 Place = tuple[int, int] | bytes
@@ -30,6 +29,16 @@ Place = tuple[int, int] | bytes
 Outcome = tuple[int, int, int, list[Array]]
 #: Marks an output that lies in the lease, in place of its index among the outputs in the record.
 _LEASED = -1
+
+
+class SingleOutput(NamedTuple):
+    """One output of each request of a ``SingleRun``. Without ``at`` and ``region``, it goes into the answer's record."""
+
+    name: str
+    byte_size: int
+    #: Where it begins in the answer's block in the response arena.
+    at: int | None = None
+    region: RegionSlice | None = None
 
 
 class SingleRun:
@@ -43,9 +52,7 @@ class SingleRun:
         executable: HostExecutable,
         lane: WorkerLane,
         inputs: Iterable[tuple[PreparedTensor, int]],
-        plan: AnswerPlan,
-        names: Mapping[int, str],
-        rows: int,
+        outputs: Iterable[SingleOutput],
         regions: Mapping[str, Region],
     ) -> None:
         """Makes arrays of the inputs that lie in regions, and finds where each output is written.
@@ -54,9 +61,7 @@ class SingleRun:
           executable: the program.
           lane: the submitter's lane.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
-          plan: says where each output goes in an answer. ``plan`` identifies an output by a number.
-          names: the number of an output in ``plan`` -> the name of the output.
-          rows: the number of rows of each request.
+          outputs: the outputs of each request, in the order of the answer.
           regions: the regions that the prepared request names, by name.
         """
         self._executable = executable
@@ -72,8 +77,6 @@ class SingleRun:
             else:
                 view = regions[place.region].view(place.offset, size)
                 self._fixed[tensor.name] = np.frombuffer(view, dtype).reshape(tensor.shape)
-        assert plan.numbered is not None
-        self.numbered = plan.numbered
         #: Outputs that travel in the record; large ones that lie in regions, and in the lease: offset and bytes.
         self._inside: list[str] = []
         self._placed: dict[str, memoryview] = {}
@@ -83,17 +86,16 @@ class SingleRun:
         #: For ``_native.FastPath.learn``, of each output that is in no region: its number among those in the record or -1, its
         #: offset, no step, its bytes, and no address.
         self.outputs: list[tuple[int, int, int, int, int]] = []
-        for part in plan.parts:
-            output, size = names[part.content], part.byte_size * rows
-            if part.region is not None:
-                self._placed[output] = regions[part.region.region].view(part.region.offset, size)
-                continue
-            self.outputs.append((_LEASED if part.in_lease else len(self._inside), part.start, 0, size, 0))
-            if part.in_lease:
-                self._leased[output] = part.start, size
-                self._leased_byte_size = part.start + size
+        for name, size, at, place in outputs:
+            if place is not None:
+                self._placed[name] = regions[place.region].view(place.offset, size)
+            elif at is not None:
+                self.outputs.append((_LEASED, at, 0, size, 0))
+                self._leased[name] = at, size
+                self._leased_byte_size = at + size
             else:
-                self._inside.append(output)
+                self.outputs.append((len(self._inside), 0, 0, size, 0))
+                self._inside.append(name)
 
     @property
     def inputs(self) -> list[tuple[int, int, int]]:

@@ -24,9 +24,7 @@ if available:
 class PlannedOutput(NamedTuple):
     """Says where a run of a program leaves one output of a request, and where the answer has the output.
 
-    Row n of the output has ``byte_size`` bytes, from byte ``start + n * step`` of the run's buffer number ``content`` on. If
-    ``in_lease`` is true, the program has written the output to byte ``start`` of the answer's block in the response arena
-    instead. In a ``SingleRun`` the program has also written each output with a ``region`` to this region.
+    Row n of the output has ``byte_size`` bytes, from byte ``start + n * step`` of the run's buffer number ``content`` on.
     """
 
     #: The number of the content among those of the run.
@@ -34,9 +32,8 @@ class PlannedOutput(NamedTuple):
     start: int
     step: int
     byte_size: int
-    #: None: into the record, or the lease.
+    #: None: into the record.
     region: RegionSlice | None
-    in_lease: bool = False
 
 
 class AnswerPlan(NamedTuple):
