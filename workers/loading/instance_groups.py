@@ -12,7 +12,7 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.imports.model_imports import ModelImports
-from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.models.instance import Instance, Instantiated, Planned
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.loaded_model import InstanceMaker
 from tensord.workers.programs.run_errors import CheckDevice
@@ -23,25 +23,6 @@ _log = logging.getLogger(__name__)
 
 
 Aside = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An instance that is to be started: its name, its number in its group, and what it needs to run."""
-
-    name: str
-    #: The number of its group, and its number there.
-    place: tuple[int, int]
-    #: True if it is loaded and never gets a request.
-    passive: bool
-    #: Resource of the rate limiter -> how much of it a run needs.
-    needs: Mapping[str, int]
-    #: It has one turn where an instance of priority 1 has so many.
-    priority: int
-
-    def matches(self, instance: Instance) -> bool:
-        has = instance.name, instance.place, instance.passive, instance.needs, instance.priority
-        return has == (self.name, self.place, self.passive, self.needs, self.priority)
 
 
 class InstanceGroups:
@@ -151,16 +132,14 @@ class Starting:
             for sample in maker.prepared:
                 sample.run(model, config.name, self.check)
 
-        known = {instance.place: instance for instance in former}
+        known = {instance.planned.place: instance for instance in former}
         all_of_them: list[Instance] = []
         made: list[Instance] = []
         for planned in self.groups(config).instances:
             instance = known.get(planned.place)
-            if instance is None or not planned.matches(instance):
+            if instance is None or instance.planned != planned:
                 one = functools.partial(create, planned.name)
-                instance = Instance(planned.name, one, self.inbox, self.page, warm, self.check, maker.code)
-                instance.place, instance.passive = planned.place, planned.passive
-                instance.needs, instance.priority = planned.needs, planned.priority
+                instance = Instance(planned, one, self.inbox, self.page, warm, self.check, maker.code)
                 made.append(instance)
             all_of_them.append(instance)
         failures: list[BaseException] = []

@@ -511,5 +511,5 @@ def _buckets(load: VersionLoad, described: Signature) -> Buckets:
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-    active, passive = (tuple(each for each in instances if each.passive is held) for held in (False, True))
+    active, passive = (tuple(each for each in instances if each.planned.passive is held) for held in (False, True))
     return active, passive

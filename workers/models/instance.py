@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tensord.shm.status_page import StatusPage
@@ -32,6 +32,21 @@ class Instantiated(RunnableModel, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """What an instance is configured to be: its name, its number in its group, and what it needs to run."""
+
+    name: str
+    #: The number of its group, and its number there.
+    place: tuple[int, int] = (0, 0)
+    #: True if it only holds the model, and gets no requests.
+    passive: bool = False
+    #: Resource of the rate limiter -> how much of it a run needs.
+    needs: Mapping[str, int] = field(default_factory=dict)
+    #: It has one turn where an instance of priority 1 has so many.
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Closing:
     closed: Callable[[], None]
 
@@ -48,7 +63,7 @@ class Instance:
 
     def __init__(
         self,
-        name: str,
+        planned: Planned,
         create: Callable[[], Instantiated],
         inbox: Inbox,
         page: StatusPage,
@@ -81,20 +96,14 @@ class Instance:
         self.depth = 1
         #: Given executions that the thread has not begun.
         self._ahead: deque[Execution] = deque()
-        #: True if it only holds the model, and gets no requests.
-        self.passive = False
-        #: The number of its group, and its number there.
-        self.place = (0, 0)
         #: True if it was told to end.
         self.closing = False
-        #: The resources of the rate limiter that a run needs, and how much its turns count.
-        self.needs: Mapping[str, int] = {}
-        self.priority = 0
         #: Its slot on the status page, where it notes what it runs, and as which model's.
         self.status_slot = 0
         self.page_key = 0
-        self.name = name
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.planned = planned
+        self.name, self.needs, self.priority = planned.name, planned.needs, planned.priority
+        self._thread = threading.Thread(target=self._main, name=planned.name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread, which initialises and warms up the model. Does not wait for that."""

@@ -15,7 +15,7 @@ import pytest
 from tensord.shm.errors import Internal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.instance import Instance
+from tensord.workers.models.instance import Instance, Planned
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tests.workers.made_requests import request_of
@@ -80,7 +80,7 @@ def execution_of(value: int) -> Execution:
 
 def test_life(inbox: Inbox, page: StatusPage) -> None:
     model = AModel()
-    instance = Instance("m_0", lambda: model, inbox, page)
+    instance = Instance(Planned("m_0"), lambda: model, inbox, page)
     instance.status_slot = 4
     instance.start()
     instance.wait_started(Cancellation())
@@ -105,7 +105,7 @@ def test_life(inbox: Inbox, page: StatusPage) -> None:
 
 @pytest.mark.parametrize("trouble", [ValueError("no"), SystemExit(2)])
 def test_a_model_that_does_not_start(inbox: Inbox, page: StatusPage, trouble: BaseException) -> None:
-    instance = Instance("m_0", lambda: AModel(trouble), inbox, page)
+    instance = Instance(Planned("m_0"), lambda: AModel(trouble), inbox, page)
     instance.start()
     with pytest.raises(type(trouble)):
         instance.wait_started(Cancellation())
@@ -117,7 +117,7 @@ def test_a_model_that_fails_as_it_is_warmed_up_is_closed(inbox: Inbox, page: Sta
     def warm(_: Any) -> None:
         raise ValueError("no")
 
-    instance = Instance("m_0", lambda: model, inbox, page, warm)
+    instance = Instance(Planned("m_0"), lambda: model, inbox, page, warm)
     instance.start()
     with pytest.raises(ValueError, match="no"):
         instance.wait_started(Cancellation())
@@ -128,7 +128,7 @@ def test_what_a_thread_goes_on_with_is_noted(inbox: Inbox, page: StatusPage) -> 
     """A generator that rested, and kills the worker afterwards, is known by its request."""
     model, noted = AModel(), list[set[tuple[int, int]]]()
     model.may_run.set()
-    instance = Instance("m_0", lambda: model, inbox, page)
+    instance = Instance(Planned("m_0"), lambda: model, inbox, page)
     instance.start()
     instance.wait_started(Cancellation())
     done: list[Execution] = []
@@ -147,7 +147,7 @@ def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page:
     """An array of a client's region keeps the region mapped."""
     model = AModel()
     model.may_run.set()
-    instance = Instance("m_0", lambda: model, inbox, page)
+    instance = Instance(Planned("m_0"), lambda: model, inbox, page)
     instance.start()
     instance.wait_started(Cancellation())
     execution = execution_of(1)
