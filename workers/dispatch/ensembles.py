@@ -32,7 +32,7 @@ from tensord.workers.requests.request import InnerRequest, Moments, Request, con
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
-from tensord.workers.scheduling.ensemble_run import EnsembleAnswer, EnsembleRun, StepStart
+from tensord.workers.scheduling.ensemble_run import EnsembleRun, StepStart
 from tensord.workers.scheduling.sequence import Controls
 from tensord.workers.tensors.signature import TensorSpec
 
@@ -166,8 +166,7 @@ class EnsembleRuns:
             member.executing += 1
         if run.error is None:
             self._go_on(run, run.run.begun(request.arrays))
-        self._due.append((run, None))
-        self._work()
+        self._work_on(run)
 
     def cancel(self, request: Request) -> None:
         """Cancels the unfinished steps of a cancelled request, and starts no further step of it."""
@@ -175,27 +174,27 @@ class EnsembleRuns:
         if run is None:
             return
         self._set_error(run, Cancelled())
-        self._due.append((run, None))
-        self._work()
+        self._work_on(run)
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
         """Returns the requests of the unfinished steps of an ensemble's ``request``; None: no ensemble works on ``request``."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
-    def _go_on(self, run: _Run, instructions: list[StepStart[Array] | EnsembleAnswer[Array]]) -> None:
+    def _go_on(self, run: _Run, instructions: list[StepStart[Array] | dict[str, Array]]) -> None:
         for instruction in instructions:
             if isinstance(instruction, StepStart):
                 self._due.append((run, instruction))
                 continue
-            outputs = _fitted(instruction.outputs, run.version.signature.outputs, run.version.signature.batches)
+            outputs = _fitted(instruction, run.version.signature.outputs, run.version.signature.batches)
             if run.sender is not None:
                 self._send_unsent(run)
                 run.unsent = outputs
             else:
                 run.result = outputs
 
-    def _work(self) -> None:
+    def _work_on(self, run: _Run) -> None:
+        self._due.append((run, None))
         if self._working:
             return
         self._working = True
@@ -282,8 +281,7 @@ class EnsembleRuns:
             run.waiting.pop(inner, None)
             run.run.ended(start)
         self._take(run)
-        self._due.append((run, None))
-        self._work()
+        self._work_on(run)
 
     def _take(self, run: _Run) -> None:
         while run.untaken and run.error is None:
@@ -315,8 +313,7 @@ class EnsembleRuns:
     def _must_wait(self, run: _Run) -> bool:
         def go_on() -> None:
             self._take(run)
-            self._due.append((run, None))
-            self._work()
+            self._work_on(run)
 
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 

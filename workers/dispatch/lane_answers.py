@@ -34,8 +34,6 @@ _MAX_RECENT = 100
 _MAX_WAITING = 1024
 #: More requests than ever pass.
 _ENDLESS = 1 << 62
-#: When, in seconds since 1970, code, sentence, model, the request's id, the user whose client has the lane, and the trace.
-_Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
@@ -46,7 +44,7 @@ class LaneAnswers:
         self.counts: Counter[str] = Counter()
         #: Answers of the C part, all of them good, as of the last ``passed``.
         self._passed = 0
-        self._recent: deque[_Error] = deque(maxlen=_MAX_RECENT)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_MAX_RECENT)
         self._log = AccessLog("lane")
         self.tracer = Tracer(0, TraceFiles(), protocol="lane")
         #: True if the C part has to be told how many requests may pass, and to say how many did.
@@ -193,17 +191,18 @@ class LaneAnswers:
         # What a client has cancelled itself went wrong nowhere.
         if error.code == Cancelled.code:
             return
-        texts = (text[:MAX_TEXT] for text in (error.message, model, client_id))
-        self._recent.append((time.time(), error.code, *texts, _client(submitter), trace_id))  # type: ignore[arg-type]
+        client, texts = _client(submitter), {"error": error.message, "model": model, "id": client_id}
+        told = {"protocol": "lane", "time": time.time(), "code": error.code}
+        told |= {name: text[:MAX_TEXT] for name, text in texts.items()}
+        self._recent.append(told | {"client": client, "trace_id": trace_id})
         if self._log.admits_error():
             own, arrived_ns = (None, 0) if request is None else (request.own, request.arrived_ns)
             names = model, client_id
-            self._log.write(error.code, names, own, arrived_ns, _client(submitter), trace_id, error=error.message)
+            self._log.write(error.code, names, own, arrived_ns, client, trace_id, error=error.message)
 
     def recent(self) -> list[dict[str, Any]]:
         """Describes the most recent errors for operators, oldest first: time, code, message, model, request id and client."""
-        names = ("time", "code", "error", "model", "id", "client", "trace_id")
-        return [{"protocol": "lane", **dict(zip(names, row, strict=True))} for row in self._recent]
+        return [*self._recent]
 
     def __repr__(self) -> str:
         return f"<LaneAnswers {self.counts.total()}, {len(self._recent)} errors>"

@@ -26,6 +26,7 @@ from tensord.shm.messages import (
     TracedTensor,
 )
 from tensord.shm.record import encoder
+from tensord.shm.tracer import without_tensors
 from tensord.workers.requests.result import Result
 
 #: Bits of ``RequestRecord.trace``.
@@ -140,7 +141,7 @@ class RequestTimeline:
         made = child.told()
         characters = child._characters + sum(len(tensor.content) for tensor in made.tensors)
         if self._characters + characters > _MAX_CHARACTERS:
-            made = _without_tensors(made)
+            made = without_tensors(made)
         else:
             self._characters += characters
         moments = made.moments and (*made.moments, (trace_stamps.REQUEST_END, time.monotonic_ns()))
@@ -159,10 +160,6 @@ class RequestTimeline:
             parameters=self.parameters,
             spans=_closed(self._spans, self._within) if self._spans else (),
         )
-
-
-def _without_tensors(told: Timeline) -> Timeline:
-    return msgspec.structs.replace(told, tensors=(), children=tuple(map(_without_tensors, told.children)))
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:

@@ -1,8 +1,9 @@
 """Decides for one request to an ensemble which steps run next, what its answers are, and when the request has ended.
 
 This module does no I/O, and the tensors may be objects of any type. ``begun`` and ``responded`` return what the caller must do
-now: run a step (``StepStart``), or send an answer to the client (``EnsembleAnswer``). The request has ended when no step runs
-and all responses of the steps were given to ``responded``. ``stuck`` is then True if an answer could not be completed.
+now: run a step (``StepStart``), or send an answer to the client (a dict: requested output -> tensor). The request has ended
+when no step runs and all responses of the steps were given to ``responded``. ``stuck`` is then True if an answer could not be
+completed.
 
 If the client leaves out an optional input, or a model does not make an output, steps and answers do without this tensor.
 
@@ -33,12 +34,6 @@ class StepStart(NamedTuple, Generic[T]):
     controls: Controls | None = None
 
 
-class EnsembleAnswer(NamedTuple, Generic[T]):
-    """An answer of an ensemble to the client. ``outputs``: requested output -> tensor."""
-
-    outputs: dict[str, T]
-
-
 class EnsembleRun(Generic[T]):
     """The state of one request to an ensemble. ``running`` counts the steps that run."""
 
@@ -61,17 +56,17 @@ class EnsembleRun(Generic[T]):
         self._answered = 0
         self.running = 0
 
-    def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
+    def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | dict[str, T]]:
         """Starts the run with the client's inputs, by name. Returns the steps to run now, and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
-        out: list[StepStart[T] | EnsembleAnswer[T]] = [
+        out: list[StepStart[T] | dict[str, T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
         ]
         return out + self._answers()
 
     def responded(
         self, start: StepStart[T], outputs: Mapping[str, T], controls: Controls | None = None
-    ) -> list[StepStart[T] | EnsembleAnswer[T]]:
+    ) -> list[StepStart[T] | dict[str, T]]:
         """Stores the outputs of one response of a started step. Returns the steps to run now, and answers that are complete.
 
         ``outputs``: the tensors by the names that the step's model gives them. ``controls``: the correlation id and the flags
@@ -91,7 +86,7 @@ class EnsembleRun(Generic[T]):
             for taker in self._needed.takers.get(tensor, ())
             for due in self._due(taker, tensor, iteration)
         }
-        out: list[StepStart[T] | EnsembleAnswer[T]] = [at for each in ready if (at := self._start(*each)) is not None]
+        out: list[StepStart[T] | dict[str, T]] = [at for each in ready if (at := self._start(*each)) is not None]
         return out + self._answers()
 
     def ended(self, start: StepStart[T]) -> None:
@@ -176,14 +171,14 @@ class EnsembleRun(Generic[T]):
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
-    def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        out: list[StepStart[T] | EnsembleAnswer[T]] = []
+    def _answers(self) -> list[StepStart[T] | dict[str, T]]:
+        out: list[StepStart[T] | dict[str, T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(
             self._there(name, self._answered) for name in self._needed.outputs
         ):
             found = {name: self._look(name, self._answered, dynamic) for name in self._needed.outputs}
-            out.append(EnsembleAnswer({name: value for name, value in found.items() if value is not None}))
+            out.append({name: value for name, value in found.items() if value is not None})
             self._answered += 1
         return out
 
