@@ -62,7 +62,9 @@ class Lowering:
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
         try:
             with precision(self._signature.wide), self._tracing:
-                traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
+                # The carry is donated; it comes after the parameters, which are the first argument.
+                donated = 1 + CARRY if self._signature.states else ()
+                traced = traced_anew(self._apply, donated, placement.parameter_specs(rows), *specs)
                 self.traced.get(Wanted(rows, shapes), []).append(traced)
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered
@@ -75,17 +77,6 @@ class Lowering:
             if error.args[0] in {*self._signature.inputs, *(parameters if isinstance(parameters, dict) else ())}:
                 said += "; it is called with (params, inputs), in this order"
             raise LookupError(said).with_traceback(error.__traceback__) from error
-
-    def _jitted(self) -> Any:
-        """Returns the model's function, newly wrapped in ``jax.jit``."""
-
-        # Not kept, because JAX holds megabytes for it (measured).
-        @functools.wraps(self._apply)
-        def apply(*arguments: Any) -> Any:
-            return self._apply(*arguments)
-
-        # The carry is donated; it comes after the parameters, which are the first argument.
-        return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
         """Returns zeros as the inputs of a test run, by input name. ``shapes``: the inputs' shapes without an axis for rows."""
@@ -118,6 +109,14 @@ class Lowering:
 
     def __repr__(self) -> str:
         return f"<Lowering of {self._signature.model!r}>"
+
+
+def traced_anew(function: Callable[..., Any], donated: int | tuple[()], *arguments: Any) -> jax.stages.Traced:
+    """Traces ``function`` with JAX, also if it was traced before. ``donated``: the index of the argument to donate, if any."""
+    # JAX traces a wrapper that it has not seen. It is not kept, because JAX holds megabytes for it (measured).
+    jitted: Any = jax.jit(functools.wraps(function)(lambda *each: function(*each)), donate_argnums=donated)
+    traced: jax.stages.Traced = jitted.trace(*arguments)
+    return traced
 
 
 def _kind(value: Any) -> str:

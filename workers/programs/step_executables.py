@@ -23,6 +23,7 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executable_cache import ExecutableCache, text_of
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.lowering import traced_anew
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.purity import examine, leaks
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
@@ -186,11 +187,8 @@ class StepExecutables:
             return self._lowered(what, parameters, jax.tree.map(spec, inputs), spec(slots), carry)
 
     def _lowered(self, what: _Wanted, *arguments: Any) -> jax.stages.Lowered:
-        function = getattr(self._programs, what.name)
         carry = {"insert": INSERT_CARRY, "step": STEP_CARRY}.get(what.name, ())
-        # It is a new one each time: JAX would not trace the former again.
-        jitted: Any = jax.jit(functools.wraps(function)(lambda *each: function(*each)), donate_argnums=carry)
-        self.traced[what.name] = traced = jitted.trace(*arguments)
+        traced = self.traced[what.name] = traced_anew(getattr(self._programs, what.name), carry, *arguments)
         lowered: jax.stages.Lowered = traced.lower()
         return lowered
 

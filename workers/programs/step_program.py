@@ -41,12 +41,6 @@ class StepFunctions(NamedTuple):
     step: Callable[..., Any]
 
 
-class _Part(NamedTuple):
-    spec: TensorSpec
-    start: int
-    stop: int
-
-
 class Rows:
     """Describes a row of bytes that holds all outputs of one step of a model for one request.
 
@@ -54,14 +48,14 @@ class Rows:
     """
 
     def __init__(self, signature: Signature) -> None:
-        self._parts: list[_Part] = []
-        at = 0
-        for spec in signature.outputs.values():
-            start, at = at, at + spec.dtype.itemsize * math.prod(spec.model_dims)
-            self._parts.append(_Part(spec, start, at))
+        self._specs = list(signature.outputs.values())
         #: Name, datatype and shape of each output.
-        self.described = tuple([(part.spec.name, part.spec.datatype, part.spec.dims) for part in self._parts])
-        self.slices = [slice(part.start, part.stop) for part in self._parts]
+        self.described = tuple([(spec.name, spec.datatype, spec.dims) for spec in self._specs])
+        self.slices: list[slice] = []
+        at = 0
+        for spec in self._specs:
+            start, at = at, at + spec.dtype.itemsize * math.prod(spec.model_dims)
+            self.slices.append(slice(start, at))
         #: Offset of the flags, which are the last byte.
         self.says = at
         self.byte_size = at + 1
@@ -72,12 +66,13 @@ class Rows:
         ``emits``, ``finished``: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
         """
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
-        arrays = [outputs[part.spec.name] for part in self._parts]
+        arrays = [outputs[spec.name] for spec in self._specs]
         return jnp.concatenate([*(as_bytes(each).reshape(len(each), -1) for each in arrays), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
         """Returns the outputs in ``row`` by name, in the shapes that clients get. The outputs are views of ``row``."""
-        return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
+        parts = zip(self._specs, self.slices, strict=True)
+        return {spec.name: row[part].view(spec.dtype).reshape(spec.dims) for spec, part in parts}
 
 
 class StepPrograms:
