@@ -30,7 +30,7 @@ from tensord.workers.requests.preparation import AnswerPlan, PlannedOutput
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
 from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout
-from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.signature import TensorSpec
 
 Content = bytes | Array
 #: The most characters of an error that a client gets.
@@ -152,18 +152,12 @@ def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSl
 
 
 def complete(
-    request: Request,
-    result: dict[str, Array],
-    signature: Signature,
-    version: int,
-    inline_byte_size: int,
-    places: Places | None = None,
-    final: bool = True,
+    request: Request, result: dict[str, Array], inline_byte_size: int, places: Places | None = None, final: bool = True
 ) -> AnswerRecord | None:
     """Writes a request's outputs to where the client wants them, and returns the record of the answer.
 
-    Returns None, and writes nothing, if the response arena is full. ``result``: the outputs by name.
-    ``version``: the model's version. ``final``: whether this is the request's last answer.
+    Returns None, and writes nothing, if the response arena is full. ``result``: the outputs by name. ``final``: whether this
+    is the request's last answer.
     ``inline_byte_size``: the most bytes of all outputs together that go into the record itself.
     ``places``: where each output is written; if None, this function chooses that, and reserves memory in the response arena.
     If this function raises an error, the memory that is reserved for the outputs is released.
@@ -173,7 +167,7 @@ def complete(
     Raises Unavailable if the host has no memory left, or if too many files are open to send an arena segment.
     """
     try:
-        chosen = _choose(request, result, signature)
+        chosen = _choose(request, result)
         sizes = {name: _byte_size(content) for name, (_, _, content) in chosen.items()}
         if places is None:
             places = find_places(request, sizes, inline_byte_size)
@@ -187,7 +181,7 @@ def complete(
             places.release()
         raise
     parameters = {**(result.parameters if isinstance(result, Response) else {}), **request.told}
-    prepared = PreparedAnswer(version, tuple(tensors), parameters, final)
+    prepared = PreparedAnswer(request.version.version, tuple(tensors), parameters, final)
     return AnswerRecord(request.request_id, prepared, tuple(contents), places.take_lease())
 
 
@@ -235,10 +229,9 @@ def _put(
     return tensors, contents
 
 
-def _choose(
-    request: Request, result: dict[str, Array], signature: Signature
-) -> dict[str, tuple[str, tuple[int, ...], Content]]:
+def _choose(request: Request, result: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], Content]]:
     """Returns the datatype, shape and content of each output that the request asks for, by output name."""
+    signature = request.version.signature
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
         wanted = request.outputs.get(name)

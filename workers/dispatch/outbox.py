@@ -256,8 +256,7 @@ class Outbox:
             return Cancelled()
         version = request.version
         try:
-            inline_byte_size = self._options.inline_byte_size
-            answer = complete(request, result, version.signature, version.version, inline_byte_size, places)
+            answer = complete(request, result, self._options.inline_byte_size, places)
         except ServingError as error:
             # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
             return error.with_traceback(None)

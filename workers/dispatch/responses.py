@@ -314,7 +314,7 @@ class Responses(ResponseReceiver):
             if request.timeline is not None:
                 request.timeline.responded(self._clock())
             try:
-                made = complete(request, result, version.signature, version.version, self.inline_byte_size, final=final)
+                made = complete(request, result, self.inline_byte_size, final=final)
                 if made is None:
                     return None
                 record = made

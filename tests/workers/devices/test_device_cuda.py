@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -348,9 +349,10 @@ def test_outputs_go_where_they_are_wanted(device: CudaDevice, region: CudaRegion
         "b": RequestedOutput("b"),
         "c": RequestedOutput("c"),
     }
-    request = request_of({}, outputs=wanted, submitter=ALane(arena))
+    version = SimpleNamespace(version=1, signature=model._signature)
+    request = request_of({}, outputs=wanted, version=version, submitter=ALane(arena))
     request.regions = [region]
-    completion = complete(request, result, model._signature, 1, 4096)
+    completion = complete(request, result, 4096)
     assert completion is not None
     assert np.array_equal(cuda_owner.get("g", np.float32, values.shape, 64), 2 * values)
     assert isinstance(completion.prepared, PreparedAnswer)

@@ -54,9 +54,10 @@ def lane() -> Iterator[ALane]:
 def answer(
     lane: ALane, result: dict[str, Any], *outputs: RequestedOutput, regions: list[Region] | None = None
 ) -> WholeAnswer | None:
-    request: Request = request_of({}, outputs={output.name: output for output in outputs}, submitter=lane)
+    version = SimpleNamespace(version=5, signature=SIGNATURE)
+    request: Request = request_of({}, 1, None, {output.name: output for output in outputs}, version, lane)
     request.regions = regions or []
-    made = complete(request, result, SIGNATURE, 5, 64)
+    made = complete(request, result, 64)
     return None if made is None else whole_of(made)
 
 
@@ -172,7 +173,7 @@ PLAIN: Signature = signature(
     {},
     {},
 )
-VERSION = SimpleNamespace(version=5)
+VERSION = SimpleNamespace(version=5, signature=PLAIN)
 SHM = 4096
 
 
@@ -252,7 +253,7 @@ def test_a_planned_answer_is_the_one_that_is_placed(
         row = data.draw(st.integers(0, total - rows))
         whole, short = request(), request()
         region.view(0, SHM)[:] = bytes(SHM)
-        placed = complete(whole, {name: array[row : row + rows] for name, array in arrays.items()}, PLAIN, 5, 1 << 20)
+        placed = complete(whole, {name: array[row : row + rows] for name, array in arrays.items()}, 1 << 20)
         assert placed is not None
         expected = whole_of(placed)
         written = bytes(region.view(0, SHM))
