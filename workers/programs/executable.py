@@ -118,21 +118,57 @@ class ExecutionDevice(ABC):
         return
 
 
-class Executable(ABC):
+class Gathering:
+    """A program with the host memory in which callers gather the inputs of its batches. Only one thread may use it."""
+
+    #: True if rows that no request fills have to be zero.
+    clears = True
+
+    def __init__(self, signature: Signature, rows: int, inputs: Inputs) -> None:
+        """Stores the memory ``inputs``, for batches of ``rows`` rows. ``signature``: describes the program's inputs."""
+        #: The rows of its batch.
+        self.rows = rows
+        self._signature = signature
+        self._batches = signature.batches
+        self._precision = precisions(signature.wide)
+        self._inputs = inputs
+
+    @property
+    def gathers(self) -> bool:
+        """True if a batch's inputs may be gathered in host memory. On a CPU they always may, on a GPU only if they are small."""
+        return self._inputs.fit
+
+    @functools.cached_property
+    def gathered(self) -> dict[str, Array]:
+        """The arrays in which the inputs are gathered, by input name."""
+        return self._inputs.arrays
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Returns where callers write each input: the input's name, the address of its first row, the size of a row in bytes."""
+        return [(name, address_of(array), array.nbytes // self.rows) for name, array in self.gathered.items()]
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the program's inputs by name: the arrays in ``gathered``, or new copies of these arrays on a GPU.
+
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
+        """
+        with self._precision():
+            return self._inputs.send()
+
+
+class Executable(Gathering, ABC):
     """A compiled program with the memory in which its batches are gathered. Only one thread may use it."""
 
     #: True if a thread beside the loop may copy its outputs to their places.
     delivers = False
-    #: True if rows that no request fills have to be zero.
-    clears = True
 
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
         """Makes an executable of ``program``, compiled for ``wanted``. ``inputs``: memory to copy a batch's inputs to."""
+        super().__init__(signature, wanted.rows, inputs)
         self.wanted = wanted
-        #: The rows of its batch.
-        self.rows = wanted.rows
         self._compiled = program
         #: The compiled program, which takes parameters and inputs.
         self.program: jax.stages.Compiled = program.call
@@ -145,10 +181,6 @@ class Executable(ABC):
         self.call: Callable[..., dict[str, Any]] = program.call if several is None else several.alone(program.call)
         #: The model's parameter sets.
         self.sets, self._at = program.placement.sets, program.placement.at
-        self._signature = signature
-        self._precision = precisions(signature.wide)
-        self._batches = signature.batches
-        self._inputs = inputs
         #: The layout of its outputs, once a run has shown it.
         self._layout: OutputLayout | None = None
         self._specs = specs_of(signature, wanted)
@@ -174,31 +206,6 @@ class Executable(ABC):
     def memory_needed(self) -> int | None:
         """The bytes of a run's outputs and temporary memory, without parameters and inputs; None: unknown."""
         return memory_needed(self.program)
-
-    # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
-
-    @property
-    def gathers(self) -> bool:
-        """True if a batch's inputs may be gathered in host memory. On a CPU they always may, on a GPU only if they are small."""
-        return self._inputs.fit
-
-    @functools.cached_property
-    def gathered(self) -> dict[str, Array]:
-        """The arrays in which the inputs are gathered, by input name."""
-        return self._inputs.arrays
-
-    @property
-    def memory(self) -> list[tuple[str, int, int]]:
-        """Returns where callers write each input: the input's name, the address of its first row, the size of a row in bytes."""
-        return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the program's inputs by name: the arrays in ``gathered``, or new copies of these arrays on a GPU.
-
-        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
-        """
-        with self._precision():
-            return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
         """Returns the parameters for a run, in the form that ``call`` takes. Moves them to the device if they are elsewhere.

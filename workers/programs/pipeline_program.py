@@ -16,8 +16,7 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import address_of
-from tensord.workers.jax_internals.wide import precision
-from tensord.workers.programs.executable import Content, Executable, ExecutionDevice
+from tensord.workers.programs.executable import Content, Executable, ExecutionDevice, Gathering
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.output_layout import OutputLayout
@@ -39,11 +38,9 @@ class Link(NamedTuple):
     outputs: tuple[tuple[str, str], ...]
 
 
-class PipelineProgram:
+class PipelineProgram(Gathering):
     """Runs the programs of an ensemble's steps one after another. Each batch is padded to a fixed number of rows."""
 
-    #: Rows that no request fills are zero.
-    clears = True
     memory_needed = None
 
     def __init__(
@@ -54,16 +51,14 @@ class PipelineProgram:
         ``signature``: the inputs and outputs of the pipeline. ``outputs``: the names of the outputs that ``run`` returns.
         ``rows``: the batch size of each program.
         """
-        self.rows = rows
         self._outputs = tuple(outputs)
         self._links = list(links)
         taken = {tensor for link in links for _, tensor, _ in link.inputs}
-        self._specs = [spec for spec in signature.inputs.values() if spec.name in taken]
-        self._batches = signature.batches
         lead = (rows,) if signature.batches else ()
         self._device = device
-        self._inputs = device.inputs([(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in self._specs])
-        self._wide = signature.wide
+        specs = [spec for spec in signature.inputs.values() if spec.name in taken]
+        shapes = [(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in specs]
+        super().__init__(signature, rows, device.inputs(shapes))
         #: Sum of the programs' ``Executable.share``.
         self.share = sum([link.executable.share for link in links])
         #: The layout of its outputs, once it has run.
@@ -73,14 +68,9 @@ class PipelineProgram:
         #: True if a run has so much to do that the programs should rather be run one at a time.
         self.long = sum([max(work_of(link.executable.program)) for link in links]) > _MOST_WORK
 
-    @property
-    def gathers(self) -> bool:
-        """True if ``gather`` may be called: on a CPU always, on a GPU if a batch's inputs have 1 byte to 256 KiB in total."""
-        return self._inputs.fit
-
     @functools.cached_property
     def _buffers(self) -> dict[str, GatherBuffer]:
-        return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
+        return {name: GatherBuffer(name, array, self._batches) for name, array in self.gathered.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
         """Returns whether the pipeline can run ``requests``. On a CPU it always can.
@@ -88,13 +78,6 @@ class PipelineProgram:
         On a GPU it can if all inputs came inside the requests' records on their lanes, and no output is to stay on the GPU.
         """
         return not self._device.remote or all(request.small and not request.stays for request in requests)
-
-    @property
-    def memory(self) -> list[tuple[str, int, int]]:
-        """Each input that ``run`` reads: its name, the host address of its first row, and how many bytes a row has."""
-        return [
-            (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
-        ]
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Makes the argument of ``compute`` from the requests' inputs. Returns this argument and the number of bytes copied.
@@ -112,11 +95,7 @@ class PipelineProgram:
                 lying[name] = array
             else:
                 copied += buffer.fill(requests)
-        return self._sent() | lying, copied
-
-    def _sent(self) -> dict[str, Any]:
-        with precision(self._wide):
-            return self._inputs.send()
+        return self.arguments() | lying, copied
 
     def run(self) -> list[Content]:
         """Runs the programs on the inputs that the caller has written to the addresses in ``self.memory``.
@@ -124,7 +103,7 @@ class PipelineProgram:
         Returns the outputs in host memory. After that the memory of the inputs may be used again. Errors of programs are raised
         unchanged.
         """
-        return self.contents_of(self.compute(self._sent()))
+        return self.contents_of(self.compute(self.arguments()))
 
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
         """Waits for ``compute``'s result ``arrays`` and returns it in host memory. Errors of programs are raised unchanged."""
@@ -133,7 +112,7 @@ class PipelineProgram:
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Calls all programs in order. Returns the outputs, which may not be computed yet. Errors are raised unchanged."""
         tensors = dict(arguments)
-        with precision(self._wide):
+        with self._precision():
             began = time.monotonic_ns()
             for number, (executable, inputs, outputs) in enumerate(self._links):
                 made = executable.call(
