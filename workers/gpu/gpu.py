@@ -27,7 +27,6 @@ from tensord.workers.programs.executable import (
     Inputs,
     RunOutputs,
     Wanted,
-    arguments_of,
 )
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
@@ -122,7 +121,7 @@ class GpuExecutable(Executable):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, cuda: CudaDevice
     ) -> None:
-        super().__init__(wanted, signature, program, device, DeviceInputs(cuda, arguments_of(signature, wanted)))
+        super().__init__(wanted, signature, program, device)
         self._cuda = cuda
         #: Name, dtype and shape of each output that is fetched.
         self._fetched: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None

@@ -24,7 +24,6 @@ from tensord.workers.programs.executable import (
     Inputs,
     RunOutputs,
     Wanted,
-    arguments_of,
 )
 from tensord.workers.programs.gather_buffer import GatherBuffer, HostInputs, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
@@ -41,7 +40,7 @@ class HostExecutable(Executable):
     """A compiled program that runs on the processor, with the memory in which its batches are gathered."""
 
     def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
-        super().__init__(wanted, signature, program, device, HostInputs(arguments_of(signature, wanted)))
+        super().__init__(wanted, signature, program, device)
         #: True if requests of several lengths are laid one behind the other.
         self._laid = signature.ragged
         #: How XLA allocates its outputs, once a run has shown it.

@@ -163,11 +163,9 @@ class Executable(Gathering, ABC):
     #: True if a thread beside the loop may copy its outputs to their places.
     delivers = False
 
-    def __init__(
-        self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
-    ) -> None:
-        """Makes an executable of ``program``, compiled for ``wanted``. ``inputs``: memory to copy a batch's inputs to."""
-        super().__init__(signature, wanted.rows, inputs)
+    def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
+        """Makes an executable of ``program``, compiled for ``wanted``, for the thread that uses ``device``."""
+        super().__init__(signature, wanted.rows, device.inputs(arguments_of(signature, wanted)))
         self.wanted = wanted
         self._compiled = program
         #: The compiled program, which takes parameters and inputs.
