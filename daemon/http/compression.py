@@ -1,14 +1,14 @@
 """Decompresses request bodies and compresses answers: gzip (RFC 1952) and deflate, zlib's format (RFC 1950). Sans-I/O.
 
-Each call of ``Inflation.step`` decompresses a limited number of bytes, and each call of ``Deflation.step`` compresses a limited
-number of bytes. The event loop can serve other connections between two calls.
+Each call of ``Inflation.step``, and each iteration over ``deflated``, handles a limited number of bytes. The event loop can
+serve other connections between two of them.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http.body import CollectedBody
@@ -19,7 +19,7 @@ Buffer = bytes | memoryview
 #: The formats that zlib is told to read or write. Each stands for itself alone: a body that says gzip and is deflate is broken.
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 #: Bytes read or written in a step: about a millisecond of work, some more at the highest level.
-_INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
+_INFLATE_IN, _INFLATE_OUT, DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
 #: Members of a gzip stream, and what each counts for in a step: it takes a new decompressor.
 _MAX_MEMBERS, _MEMBER_COST = 4096, 16 << 10
 #: Members of an Accept-Encoding list that are looked at.
@@ -109,38 +109,22 @@ class Inflation:
         self._stream = zlib.decompressobj(_WINDOW_BITS[self._coding])
 
 
-class Deflation:
-    """Compresses an answer in steps. ``compressed`` holds the result.
+def deflated(coding: str, level: int, pieces: Iterable[Buffer]) -> Generator[None, None, bytes]:
+    """Compresses an answer, and yields after each ``DEFLATE_IN`` bytes. Returns the compressed answer.
 
-    Args:
-      coding: "gzip" or "deflate".
-      level: the level of zlib.
-      pieces: the parts of the answer, in order. Each part is referenced until it is compressed or ``drop`` is called.
+    ``coding``: "gzip" or "deflate". ``level``: the level of zlib. ``pieces``: the parts of the answer, in order.
     """
-
-    def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
-        self.coding = coding
-        self._pieces = deque(memoryview(piece) for piece in pieces)
-        self._stream = zlib.compressobj(level, zlib.DEFLATED, _WINDOW_BITS[coding])
-        self.compressed: list[bytes] = []
-
-    def step(self) -> bool:
-        """Compresses a limited amount of the answer, and returns whether there is more to compress."""
-        room = _DEFLATE_IN
-        while self._pieces and room:
-            piece = self._pieces.popleft()
-            self.compressed.append(self._stream.compress(piece[:room]))
-            if len(piece) > room:
-                self._pieces.appendleft(piece[room:])
-            room -= min(room, len(piece))
-        if self._pieces:
-            return True
-        self.compressed.append(self._stream.flush())
-        return False
-
-    def drop(self) -> None:
-        """Drops the pieces of the answer that are not compressed yet, so that their memory can be released."""
-        self._pieces.clear()
+    stream, compressed, room = zlib.compressobj(level, zlib.DEFLATED, _WINDOW_BITS[coding]), list[bytes](), DEFLATE_IN
+    for piece in pieces:
+        left = memoryview(piece)
+        while left:
+            part, left = left[:room], left[room:]
+            compressed.append(stream.compress(part))
+            room -= len(part)
+            if not room:
+                yield
+                room = DEFLATE_IN
+    return b"".join([*compressed, stream.flush()])
 
 
 def request_coding(value: bytes) -> str | None:

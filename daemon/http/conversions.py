@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -80,3 +81,12 @@ class Conversions:
             self._jobs.append(job)
         if self._jobs:
             asyncio.get_running_loop().call_soon(self._turn)
+
+
+def at_once(steps: Generator[None, None, T]) -> T:
+    """Runs all of ``steps`` now, and returns the generator's result. Call it only if the work is short."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]

@@ -9,13 +9,13 @@ Large JSON is decoded and encoded in steps. Responses are compressed in steps. B
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from time import monotonic_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,8 +23,8 @@ from tensord.daemon.front import load_report
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import json_cut, request_codec, response_codec
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody, located
-from tensord.daemon.http.compression import Deflation
-from tensord.daemon.http.conversions import Job
+from tensord.daemon.http.compression import DEFLATE_IN, deflated
+from tensord.daemon.http.conversions import Job, at_once
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import ParsedRequest, PreparedKind
@@ -87,8 +87,6 @@ class Exchange(InFlight):
     _job: Job | None = None
     #: The response lease whose bytes the transport still holds.
     _unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
-    #: Compresses the answer, if it is to be compressed.
-    _deflation: Deflation | None = None
     #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None
     #: Receives the body, from ``begin`` until the request is sent (each refers to the other, and requests shall leave the garbage
@@ -311,15 +309,10 @@ class Exchange(InFlight):
             self._submit(self._serving.prepared.prepare(self._head, raw), body)
             return
         if len(text) <= PIECE_BYTE_SIZE:
-            apart = json_cut.cut(text) if len(text) > request_codec.MAX_UNCUT else None
+            apart = at_once(json_cut.steps(text)) if len(text) > request_codec.MAX_UNCUT else None
             self._decode(text, apart, body, size)
-            return
-
-        def cut(apart: json_cut.Cut | None) -> None:
-            self._job = None
-            self._answer_if_refused(self._decode, text, apart, body, size)
-
-        self._job = self._serving.conversions.run(json_cut.steps(text), cut, self._not_converted)
+        else:
+            self._convert(json_cut.steps(text), lambda apart: self._decode(text, apart, body, size))
 
     def _decode(self, text: bytes | memoryview, apart: json_cut.Cut | None, body: Body, size: int) -> None:
         request = self._serving.prepared.read(self._head, text, size - len(text), apart)
@@ -363,14 +356,8 @@ class Exchange(InFlight):
         placed = placement.place(inputs, lease, self._serving.submitter.inline_byte_size)
         if all(isinstance(content, InputContent) for content in inputs):
             self._send(scheduling, placed)
-            return
-
-        def filled(contents: tuple[Content, ...]) -> None:
-            self._job = None
-            self._answer_if_refused(self._send, scheduling, contents)
-
-        filling = placement.fill(inputs, placed, lease)
-        self._job = self._serving.conversions.run(filling, filled, self._not_converted)
+        else:
+            self._convert(placement.fill(inputs, placed, lease), lambda contents: self._send(scheduling, contents))
 
     def _send(self, scheduling: Scheduling, contents: tuple[Content, ...]) -> None:
         asked: PreparedKind = self._asked  # type: ignore[assignment]
@@ -460,7 +447,7 @@ class Exchange(InFlight):
         if record.lease is not None and response_codec.large_texts(prepared, record.contents, asked):
             # Its worker may be gone before the last step, and the lane closed.
             steps = response_codec.encode_in_steps(*answer, lane.pinned(record.contents))
-            self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
+            self._convert(steps, self._answer_converted)
             return
         try:
             head, parts = response_codec.encode(*answer, lane.view)
@@ -478,18 +465,20 @@ class Exchange(InFlight):
             self._answer_error(500, DEFECT)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
-        self._job = None
         head, parts = answer
         if not parts:
             self.written()  # the tensors are text now, and the transport holds that
-        self._answer_if_refused(self._answer, head, parts)
+        self._answer(head, parts)
 
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
         tail_size = sum(map(len, parts))
         if self._head.accepts:
-            self._deflation = Deflation(self._head.accepts, self._serving.compression, (*head, *parts))
-            self._deflate(self._deflation, json_size, tail_size)
+            steps = deflated(self._head.accepts, self._serving.compression, (*head, *parts))
+            if json_size + tail_size <= DEFLATE_IN:
+                self._answer_compressed(json_size, tail_size, at_once(steps))
+            else:
+                self._convert(steps, lambda body: self._answer_compressed(json_size, tail_size, body))
             return
         line = response_codec.response_head(json_size, tail_size, self._connection_line())
         self.phase = ExchangePhase.ANSWERED
@@ -511,22 +500,11 @@ class Exchange(InFlight):
         if self._order.answer_pieces(pieces):
             self.written()
 
-    def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the body of an answer with ``deflation``, in steps, and then sends the answer to the client.
-
-        Before compression, the body is ``json_size`` bytes of JSON, followed by ``tail_size`` bytes of tensors.
-        """
-        if self._gone:
-            return
-        if deflation.step():
-            asyncio.get_running_loop().call_soon(
-                self._answer_if_refused, self._deflate, deflation, json_size, tail_size
-            )
-            return
+    def _answer_compressed(self, json_size: int, tail_size: int, body: bytes) -> None:
+        """Sends the client the compressed ``body``, which was ``json_size`` bytes of JSON, and then ``tail_size`` of tensors."""
         self.written()
         self.phase = ExchangePhase.ANSWERED
-        body = b"".join(deflation.compressed)
-        lines = b"Content-Encoding: %b\r\n%b" % (deflation.coding.encode(), self._connection_line())
+        lines = b"Content-Encoding: %b\r\n%b" % (self._head.accepts.encode(), self._connection_line())
         answer = response_codec.response_head(json_size, tail_size, lines, len(body)) + body
         self._serving.answered.good(self, self._version, answer)
         self._hand_over([answer])
@@ -559,9 +537,14 @@ class Exchange(InFlight):
             self._trace.end()
             self._trace = None
 
-    def _not_converted(self, error: Exception) -> None:
-        self._job = None
-        self._refused(error)
+    def _convert(self, steps: Generator[None, None, Any], done: Callable[[Any], None]) -> None:
+        """Runs ``steps``, and then calls ``done`` with their result. Sends the client the error that any of them raises."""
+
+        def ended(step: Callable[..., None], result: Any) -> None:
+            self._job = None
+            self._answer_if_refused(step, result)
+
+        self._job = self._serving.conversions.run(steps, partial(ended, done), partial(ended, self._refused))
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
         """Calls ``step`` with ``arguments``, and sends the client the error that it raises."""
@@ -589,8 +572,6 @@ class Exchange(InFlight):
             self._job = None
         self._serving.submitter.cancel(self)
         self._give_back()
-        if self._deflation is not None:
-            self._deflation.drop()
         self.written()
 
     def _give_back(self) -> None:

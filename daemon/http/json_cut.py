@@ -77,17 +77,6 @@ class Cut:
         return offset
 
 
-def cut(document: bytes | memoryview) -> Cut | None:
-    """Does in one step what ``steps`` does."""
-    found = steps(document)
-    while True:
-        try:
-            next(found)
-        except StopIteration as end:
-            made: Cut | None = end.value
-            return made
-
-
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
     """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Yields often.
 

@@ -34,6 +34,7 @@ from tensord.daemon.grpc.request_codec import decode_head, decode_scheduling
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.http import generate_codec, json_cut, json_steps, request_codec
 from tensord.daemon.http.chunk_sizes import ChunkRefused, ChunkSizes
+from tensord.daemon.http.conversions import at_once
 from tensord.shm import channel, strings
 from tensord.shm.common import strings as strings_in_python
 from tensord.shm.errors import ServingError
@@ -385,7 +386,7 @@ def _json_in_pieces(content: bytes) -> None:
     for pieces in (contextlib.nullcontext(), _small_pieces()):
         with pieces:
             try:
-                found.append(read(json_cut.cut(content)))
+                found.append(read(at_once(json_cut.steps(content))))
             except ServingError as error:
                 found.append(type(error))
                 if "bytes of text" in error.message:

@@ -308,7 +308,7 @@ class Daemon:
                 (acceptor, "socket", types.SimpleNamespace(SocketType=AcceptedSocket)),
                 (opening, "socket", types.SimpleNamespace(socket=OpenedSocket)),
                 (compression, "_INFLATE_OUT", _STEP),
-                (compression, "_DEFLATE_IN", _STEP),
+                (compression, "DEFLATE_IN", _STEP),
                 (http_server, "Http1Connection", numbered(Http1Connection)),
                 (grpc_server, "Http2Connection", numbered(Http2Connection)),
                 (os, "pidfd_open", self.pidfd_open),

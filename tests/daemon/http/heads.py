@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from tensord.daemon.http import json_cut, request_codec
+from tensord.daemon.http.conversions import at_once
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_steps import JsonArray, JsonBase64, JsonStrings
 
 
 def decode(head: bytes | memoryview, tail_size: int) -> DecodedRequest:
-    return request_codec.decode(head, tail_size, "m", json_cut.cut(head))
+    return request_codec.decode(head, tail_size, "m", at_once(json_cut.steps(head)))
 
 
 def input_text(data: str, datatype: str = "FP32", shape: str = "[1]") -> bytes:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http.body import CollectedBody
-from tensord.daemon.http.compression import Deflation, Inflation, answer_coding, request_coding
+from tensord.daemon.http.compression import Inflation, answer_coding, deflated, request_coding
+from tensord.daemon.http.conversions import at_once
 from tensord.shm.errors import InvalidArgument
 
 MIB = 1 << 20
@@ -117,20 +118,13 @@ def test_empty_members_have_a_bound_and_take_many_steps() -> None:
 @pytest.mark.parametrize("coding", CODINGS)
 @given(level=st.integers(1, 9), pieces=st.lists(st.binary(max_size=100), max_size=5))
 def test_answers(coding: str, level: int, pieces: list[bytes]) -> None:
-    deflation = Deflation(coding, level, pieces)
-    while deflation.step():
-        pass
-    assert UNPACK[coding](b"".join(deflation.compressed)) == b"".join(pieces)
+    assert UNPACK[coding](at_once(deflated(coding, level, pieces))) == b"".join(pieces)
 
 
 def test_a_large_answer_takes_many_steps() -> None:
     pieces = [b"{}", memoryview(random.Random(2).randbytes(MIB)), b"", b"x" * 100]
-    deflation = Deflation("gzip", 1, pieces)
-    steps = 1
-    while deflation.step():
-        steps += 1
-    assert steps >= MIB >> 15
-    assert gzip.decompress(b"".join(deflation.compressed)) == b"".join(pieces)
+    assert len([*deflated("gzip", 1, pieces)]) >= MIB >> 15
+    assert gzip.decompress(at_once(deflated("gzip", 1, pieces))) == b"".join(pieces)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.daemon.http import json_cut, json_steps
+from tensord.daemon.http.conversions import at_once
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase64
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument, ServingError
@@ -188,7 +189,7 @@ def test_only_values_of_the_key_are_cut() -> None:
     numbers = json.dumps(list(range(2000)))
     more = json.dumps({"note": f'{{"data": {numbers}', "other": list(range(2000))})[1:-1] + ","
     document = request(numbers, "INT32", [2000], more)
-    found = json_cut.cut(document)
+    found = at_once(json_cut.steps(document))
     assert found is not None
     assert [document[start:end].decode() for start, end in found.spans] == [numbers]
     assert converted(numbers, "INT32", [2000], more) == np.arange(2000, dtype=np.int32).tobytes()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.daemon.http import json_cut
+from tensord.daemon.http.conversions import at_once
 from tensord.daemon.http.json_cut import MAX_TEXT, Cut
 from tensord.shm.errors import InvalidArgument
 from tests.generated import examples
@@ -44,7 +45,7 @@ values = st.one_of(
 def test_what_is_cut_out_is_the_value(data: list[Any], indent: int | None, ascii_only: bool) -> None:
     inputs = [{"name": ODD, "data": value, "parameters": {"data": "no", "a": '"data":["'}} for value in data]
     text = json.dumps({"id": '"data": [1,', "inputs": inputs}, indent=indent, ensure_ascii=ascii_only).encode()
-    found = json_cut.cut(memoryview(text))
+    found = at_once(json_cut.steps(memoryview(text)))
     assert found is not None
     assert [json.loads(bytes(found.document[start:end])) for start, end in found.spans] == data
     assert put_together(found) == text
@@ -57,7 +58,7 @@ def test_what_is_cut_out_is_the_value(data: list[Any], indent: int | None, ascii
 def test_whatever_lies_on_the_border_of_a_piece(odd: str, at: int) -> None:
     strings = ["x" * at, odd, "]", odd, *["y"] * 30_000]
     text = json.dumps({"inputs": [{"data": strings}]}, separators=(",", ":")).encode()
-    found = json_cut.cut(text)
+    found = at_once(json_cut.steps(text))
     assert found is not None
     ((start, end),) = found.spans
     assert json.loads(text[start:end]) == strings
@@ -80,7 +81,7 @@ def test_whatever_lies_on_the_border_of_a_piece(odd: str, at: int) -> None:
 )
 def test_what_is_left_of_the_text_has_a_bound(text: bytes) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        json_cut.cut(text)
+        at_once(json_cut.steps(text))
     assert refused.value.message == (
         f"the request JSON has {len(text)} bytes, more than {MAX_TEXT} of them besides large data of tensors; "
         f"at most {MAX_TEXT} are allowed"
@@ -112,6 +113,6 @@ def test_long_strings_are_walked_through_in_steps() -> None:
 def test_any_bytes_are_walked_through(odd: bytes, at: int) -> None:
     text = json.dumps({"inputs": [{"data": [1] * 1000}, {"data": ["a"] * 1000}]}).encode()
     text = text[:at] + odd + text[at + len(odd) :]
-    found = json_cut.cut(text)
+    found = at_once(json_cut.steps(text))
     if found is not None:
         assert put_together(found) == text
