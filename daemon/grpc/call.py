@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tensord.daemon.grpc.infer import CallRequest, Infer
     from tensord.daemon.grpc.stream import Stream
 
+#: Frees an answer's memory. To be called once the answer was written, or will not be written. None: there is nothing to free.
+OnSent = Callable[[], None] | None
+
 
 class Call(ABC):
     """A gRPC call, which takes messages from a stream and sends responses on that stream.
@@ -101,12 +104,7 @@ class InferCall(Call):
 
     @abstractmethod
     def completed(
-        self,
-        asked: CallRequest,
-        prepared: PreparedAnswer,
-        record: AnswerRecord,
-        parts: list[Buffer],
-        sent: Callable[[], None] | None,
+        self, asked: CallRequest, prepared: PreparedAnswer, record: AnswerRecord, parts: list[Buffer], sent: OnSent
     ) -> None:
         """Sends the client an answer to one request of the call. The answer may be an error.
 
@@ -116,8 +114,7 @@ class InferCall(Call):
           record: the rest of the answer. If the answer is an error, ``record`` has the error's code and text.
           parts: the encoded ModelInferResponse in pieces. The list is empty if the answer is an error or only says that no more
             responses follow, or if it is one of several responses to a call whose ``streams`` is False.
-          sent: a function that frees the memory of ``parts``, or None. This method must have it called once the answer was
-            written, or will not be written.
+          sent: this method must have it called.
         """
 
     @abstractmethod

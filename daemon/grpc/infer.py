@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 from typing import cast
@@ -21,7 +20,7 @@ from tensord.config.options import Options
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.status import grpc_status
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import InferCall
+from tensord.daemon.grpc.call import InferCall, OnSent
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
 from tensord.daemon.grpc.request_codec import DecodedHead
@@ -314,7 +313,7 @@ class CallRequest(InFlight):
             else:
                 trace.responded(prepared.version)
         # Called once the answer was written to the client: it gives the answer's memory back and ends the trace.
-        sent: Callable[[], None] | None = None
+        sent: OnSent = None
         submitter = self.call.infer.submitter
         if lane is not None and not prepared.final:
             if not self.decoupled:
@@ -360,7 +359,7 @@ class Sent:
 
     __slots__ = ("_release", "_trace")
 
-    def __init__(self, trace: Trace, release: Callable[[], None] | None) -> None:
+    def __init__(self, trace: Trace, release: OnSent) -> None:
         self._trace, self._release = trace, release
         trace.stamp(trace_stamps.GRPC_SEND_START)
 

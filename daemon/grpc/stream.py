@@ -41,7 +41,7 @@ from tensord.daemon.grpc.arriving_message import (
     inflated,
     read_prefix,
 )
-from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.call import Call, OnSent
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer
@@ -349,7 +349,7 @@ class Stream:
 
     # -------------------------------------------------------------------------------------------------- sending
 
-    def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+    def answer(self, parts: list[Buffer], on_sent: OnSent = None) -> None:
         """Sends the only response message of a unary call, and the trailers.
 
         ``on_sent``: called once the memory of ``parts`` may be reused. If it is None, nothing is called.
@@ -397,7 +397,7 @@ class Stream:
                 http2.on_written.append(on_sent)
             self._end(b"".join(begin), *parts, b"".join(end))
 
-    def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+    def send(self, parts: list[Buffer], on_sent: OnSent = None) -> None:
         """Sends a response message as far as the windows allow, and queues the rest.
 
         ``on_sent``: called once the memory of ``parts`` may be reused. If it is None, nothing is called.

@@ -18,7 +18,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.front.status import INTERNAL, NAMES, OK, grpc_number
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import InferCall, kept
+from tensord.daemon.grpc.call import InferCall, OnSent, kept
 from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -29,7 +29,7 @@ from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
 #: An answer that waits for its turn: its bytes, what sends it, and what is called instead where it will not be sent.
-_Waiting = tuple[int, Callable[[], None], Callable[[], None] | None]
+_Waiting = tuple[int, Callable[[], None], OnSent]
 #: Bytes of answers that a stream's client has not taken, or that wait for earlier ones; beyond, no more requests are taken.
 _MAX_UNSENT = 4 << 20
 
@@ -185,12 +185,7 @@ class StreamInfer(InferCall):
     # -------------------------------------------------------------------------------------------------- answers
 
     def completed(
-        self,
-        asked: CallRequest,
-        prepared: PreparedAnswer,
-        record: AnswerRecord,
-        parts: list[Buffer],
-        sent: Callable[[], None] | None,
+        self, asked: CallRequest, prepared: PreparedAnswer, record: AnswerRecord, parts: list[Buffer], sent: OnSent
     ) -> None:
         # One that is not in flight was sent in part: what comes now says so.
         if asked.decoupled or self._order.passes(asked) or asked not in self._in_flight:
@@ -207,7 +202,7 @@ class StreamInfer(InferCall):
     def holds_up(self, asked: CallRequest) -> bool:
         return self._order.holds_up(asked)
 
-    def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
+    def _keep(self, asked: object, size: int, send: Callable[[], None], sent: OnSent) -> None:
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True
@@ -230,12 +225,7 @@ class StreamInfer(InferCall):
                 sent()
 
     def _deliver(
-        self,
-        asked: CallRequest,
-        prepared: PreparedAnswer,
-        record: AnswerRecord,
-        parts: list[Buffer],
-        sent: Callable[[], None] | None,
+        self, asked: CallRequest, prepared: PreparedAnswer, record: AnswerRecord, parts: list[Buffer], sent: OnSent
     ) -> None:
         if prepared.final:
             self._in_flight.pop(asked, None)
@@ -270,7 +260,7 @@ class StreamInfer(InferCall):
         client_id: str,
         model: str = "",
         final: bool | None = None,
-        sent: Callable[[], None] | None = None,
+        sent: OnSent = None,
         asked: CallRequest | None = None,
     ) -> None:
         if self._grpc_errors:
@@ -283,7 +273,7 @@ class StreamInfer(InferCall):
             stream.http2.serving.answered.failed(NAMES[code], message, asked, stream.connection.account)
         self._send([response_codec.streamed_error(message, client_id, model, final)], sent)
 
-    def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:
+    def _send(self, parts: list[Buffer], sent: OnSent = None) -> None:
         self.stream.send(parts, sent)
         # A client that does not read gets no more window until it has.
         if self.stream.unsent_size >= _MAX_UNSENT and not self.stream.held:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from tensord.daemon.front.status import CANCELLED, INTERNAL, NAMES, grpc_number
+from tensord.daemon.front.status import CANCELLED, INTERNAL, grpc_number, grpc_status
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused
-from tensord.daemon.grpc.call import InferCall
+from tensord.daemon.grpc.call import InferCall, OnSent
 from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
@@ -172,12 +172,7 @@ class UnaryInfer(InferCall):
     # -------------------------------------------------------------------------------------------------- answer
 
     def completed(
-        self,
-        asked: CallRequest,
-        prepared: PreparedAnswer,
-        record: AnswerRecord,
-        parts: list[Buffer],
-        sent: Callable[[], None] | None,
+        self, asked: CallRequest, prepared: PreparedAnswer, record: AnswerRecord, parts: list[Buffer], sent: OnSent
     ) -> None:
         if is_one_of_several(prepared, record):
             # It came while its model was being loaded, and nobody knew it.
@@ -198,11 +193,11 @@ class UnaryInfer(InferCall):
         """Ends the call with an error, and ends ``trace``."""
         sent = None
         if trace is not None:
-            trace.failed(NAMES[grpc_number(error)], error.message)
+            trace.failed(grpc_status(error), error.message)
             sent = Sent(trace, None)
         self._end(grpc_number(error), error.message, sent)
 
-    def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
+    def _end(self, code: int, message: str, sent: OnSent) -> None:
         """Ends the call with the status ``code`` and ``message``.
 
         Calls ``sent`` shortly before or after both are sent, or when the client has left.
