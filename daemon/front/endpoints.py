@@ -14,6 +14,7 @@ import msgspec
 from tensord import __version__
 from tensord.config.options import Options
 from tensord.daemon.control.channel import ControlCalls
+from tensord.daemon.front.peer import ConnectionEnd, end_of, peer_of
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (
@@ -22,6 +23,7 @@ from tensord.shm.operations import (
     LoadModel,
     ModelReady,
     Peer,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     Settle,
     UnloadModel,
@@ -58,7 +60,7 @@ class Endpoints:
         self.ask = calls.ask
         self._name = options.server_name
         #: When regions are reclaimed (``regions.reclaim``).
-        self.reclaim = options.regions.reclaim
+        self._reclaim = options.regions.reclaim
         #: The table's edition that every front is known to have acknowledged.
         self._settled = -1
         #: The most bytes of pushed parameters.
@@ -175,21 +177,20 @@ class Endpoints:
 
     # ----------------------------------------------------------------------------------------------- regions
 
-    async def register_system(
-        self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
+    async def register(
+        self, region: RegisterSystemRegion | RegisterCudaRegion, fd: int, connection: ConnectionEnd
     ) -> None:
-        """Registers a part of the POSIX shared-memory object ``key`` as the region ``name``.
+        """Registers a region for the client on the socket ``fd``. ``connection``: tells when the client's connection ends.
 
-        ``offset`` and ``byte_size`` are unsigned, in bytes. ``peer``: the client who asks. ``end``: a file descriptor, which the
-        caller closes. It becomes readable when the region is to be removed. If it is -1, the region stays until it is
-        unregistered. Raises ServingError if the region is refused.
+        If ``regions.reclaim`` says so, the region is removed when the client ends. Raises ServingError if it is refused.
         """
-        if offset > _INT64 or byte_size > _INT64:
+        if isinstance(region, RegisterSystemRegion) and max(region.offset, region.byte_size) > _INT64:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': offset {offset} and byte_size {byte_size} "
-                f"are beyond {_INT64}"
+                f"failed to register shared memory region '{region.name}': offset {region.offset} and byte_size "
+                f"{region.byte_size} are beyond {_INT64}"
             )
-        await self.ask(RegisterSystemRegion(name, key, offset, byte_size), peer, end)
+        with end_of(fd, connection, self._reclaim) as end:
+            await self.ask(region, peer_of(fd), end)
 
     # ---------------------------------------------------------------------------------------------- settings
 

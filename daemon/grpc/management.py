@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from tensord.daemon.control import log_settings
 from tensord.daemon.front.endpoints import Endpoints
-from tensord.daemon.front.peer import end_of, peer_of
+from tensord.daemon.front.peer import peer_of
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.request_codec import read_version
@@ -29,6 +29,7 @@ from tensord.shm.operations import (
     ModelStatistics,
     RegionStatus,
     RegisterCudaRegion,
+    RegisterSystemRegion,
     RepositoryIndex,
     UnregisterRegion,
 )
@@ -124,11 +125,8 @@ class Management:
         return await self._status("system", request.name, grpc_service_pb2.SystemSharedMemoryStatusResponse())
 
     async def SystemSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
-        fd = client.fileno()
-        with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
-            await self._endpoints.register_system(
-                request.name, request.key, request.offset, request.byte_size, peer_of(fd), end
-            )
+        region = RegisterSystemRegion(request.name, request.key, request.offset, request.byte_size)
+        await self._endpoints.register(region, client.fileno(), client.connection_end)
         return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
@@ -139,10 +137,8 @@ class Management:
         return await self._status("cuda", request.name, grpc_service_pb2.CudaSharedMemoryStatusResponse())
 
     async def CudaSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
-        fd = client.fileno()
-        with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
-            region = RegisterCudaRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
-            await self._endpoints.ask(region, peer_of(fd), end)
+        region = RegisterCudaRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
+        await self._endpoints.register(region, client.fileno(), client.connection_end)
         return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:

@@ -45,7 +45,7 @@ class ArrivingParameters:
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
-            yield await self._text(request), -1
+            yield await whole_body(request, MAX_TEXT, " of JSON"), -1
             return
         if text_size > MAX_TEXT:
             raise BodyTooLarge(f"has {text_size} bytes of JSON", MAX_TEXT)
@@ -64,14 +64,6 @@ class ArrivingParameters:
             yield bytes(text), pushed.sealed()
         finally:
             pushed.close()
-
-    async def _text(self, request: Request) -> bytes:
-        text = bytearray()
-        async for piece in request.stream():
-            text += piece
-            if len(text) > MAX_TEXT:
-                raise BodyTooLarge(f"has more than {MAX_TEXT} bytes of JSON", MAX_TEXT)
-        return bytes(text)
 
 
 class _Pushed:
@@ -122,6 +114,19 @@ class _Pushed:
         if self._memory >= 0:
             os.close(self._memory)
             self._memory = -1
+
+
+async def whole_body(request: Request, limit: int, of: str = "") -> bytes:
+    """Returns the whole body of a request. Raises BodyTooLarge if it has more than ``limit`` bytes.
+
+    ``of``: what these are for the error's text, such as " of JSON".
+    """
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise BodyTooLarge(f"has more than {limit} bytes{of}", limit)
+    return bytes(body)
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:

@@ -25,10 +25,10 @@ from tensord.daemon.control import push_fields
 from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
-from tensord.daemon.front.peer import end_of, peer_of
-from tensord.daemon.front.status import BodyTooLarge, http_status
+from tensord.daemon.front.peer import peer_of
+from tensord.daemon.front.status import http_status
 from tensord.daemon.http import control_fields, json_values
-from tensord.daemon.http.arriving_parameters import ArrivingParameters
+from tensord.daemon.http.arriving_parameters import ArrivingParameters, whole_body
 from tensord.daemon.submit.model_states import parse_version
 from tensord.daemon.tracing import trace_settings
 from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
@@ -41,6 +41,7 @@ from tensord.shm.operations import (
     Peer,
     RegionStatus,
     RegisterCudaRegion,
+    RegisterSystemRegion,
     RepositoryIndex,
     RevertParameters,
     UnregisterRegion,
@@ -214,7 +215,7 @@ class Routes:
 
     async def load(self, request: Request) -> Response:
         # The one control request that carries files.
-        body = await _read_body(request, self._endpoints.max_body_byte_size)
+        body = await whole_body(request, self._endpoints.max_body_byte_size)
         parameters = _parameters(control_fields.read(body))
         for key, value in parameters.items():
             if key.startswith("file:"):
@@ -260,7 +261,7 @@ class Routes:
         return _answer(await self._endpoints.ask(ChangeLog()))
 
     async def change_log_settings(self, request: Request) -> Response:
-        body = control_fields.settings(await _read_body(request, MAX_BODY))
+        body = control_fields.settings(await whole_body(request, MAX_BODY))
         given = {name: value for name, value in body.items() if value is not None}
         if "log_file" in given:
             raise Unsupported(FILE_REFUSED)
@@ -281,7 +282,7 @@ class Routes:
         return _answer(await self._endpoints.ask(ChangeTrace(_traced(request))))
 
     async def change_trace_settings(self, request: Request) -> Response:
-        body = await _read_body(request, MAX_BODY)
+        body = await whole_body(request, MAX_BODY)
         await self._endpoints.check_traced(_traced(request))
         wanted: dict[str, list[str]] = {}
         for name, value in control_fields.settings(body).items():
@@ -306,19 +307,19 @@ class Routes:
         key = json_values.text(control_fields.needed(fields, "key"))
         offset = json_values.unsigned(fields.get("offset", 0))
         byte_size = json_values.unsigned(control_fields.needed(fields, "byte_size"))
-        name, fd = request.path_params["region"], _fd(request)
-        with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
-            await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), end)
-        return Response()
+        return await self._register(
+            request, RegisterSystemRegion(request.path_params["region"], key, offset, byte_size)
+        )
 
     async def register_nameless(self, request: Request) -> Response:
         raise InvalidArgument(f"'region name' is necessary to register {_kind(request)} shared memory region")
 
     async def register_cuda(self, request: Request) -> Response:
         registration = control_fields.cuda_registration(await _fields(request))
-        name, fd = request.path_params["region"], _fd(request)
-        with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
-            await self._endpoints.ask(RegisterCudaRegion(name, *registration), peer_of(fd), end)
+        return await self._register(request, RegisterCudaRegion(request.path_params["region"], *registration))
+
+    async def _register(self, request: Request, region: RegisterSystemRegion | RegisterCudaRegion) -> Response:
+        await self._endpoints.register(region, _fd(request), request.scope["tensord.end"])
         return Response()
 
     async def unregister(self, request: Request) -> Response:
@@ -331,21 +332,9 @@ class Routes:
         return _answer(await self._endpoints.ask(region))
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """Returns the whole body. Raises HTTPException 413 if it exceeds ``limit`` bytes."""
-    pieces: list[bytes] = []
-    size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise HTTPException(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
     """Returns the fields of the JSON object in the request's body. ``required``: whether an empty body is an error."""
-    return control_fields.read(await _read_body(request, MAX_BODY), required)
+    return control_fields.read(await whole_body(request, MAX_BODY), required)
 
 
 def _answer(value: Any, status: int = 200) -> Response:

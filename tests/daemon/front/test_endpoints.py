@@ -9,11 +9,12 @@ import pytest
 from tensord.config.options import Options
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
+from tensord.daemon.front.peer import ConnectionEnd
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import ModelState, Readiness, ToFront
 from tensord.shm.errors import InvalidArgument, NotFound
-from tensord.shm.operations import ANONYMOUS, Operation, Peer, Settle
+from tensord.shm.operations import ANONYMOUS, Operation, Peer, RegisterSystemRegion, Settle
 from tensord.shm.record import decoder
 
 
@@ -117,7 +118,7 @@ async def test_load_parameters_that_are_refused(
 @pytest.mark.parametrize("numbers", [(1 << 63, 1), (0, 1 << 63)])
 async def test_region_numbers_that_are_refused(connection: ControlChannel, numbers: tuple[int, int]) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r': offset"):
-        await endpoints(connection).register_system("r", "/k", *numbers)
+        await endpoints(connection).register(RegisterSystemRegion("r", "/k", *numbers), -1, ConnectionEnd())
 
 
 async def test_files_are_bounded(connection: ControlChannel) -> None:
