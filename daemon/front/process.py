@@ -27,7 +27,7 @@ from tensord.config import log
 from tensord.config.options import Log, Options
 from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
-from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.each import call_each
@@ -115,7 +115,7 @@ class Front(ABC):
 
     def __init__(self, control: socket.socket, place: FrontPlace) -> None:
         self.place = place
-        self._counters = place.counters.front(place.row)
+        self.counters = place.counters.front(place.row)
         self._connection = ControlChannel(Channel(control, decoder(ToFront)), self._record, self._orphaned)
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,22 +155,17 @@ class Front(ABC):
         """Starts to serve clients. ``endpoints``: answers all requests but inference."""
 
     def accept(
-        self,
-        certificates: Certificates,
-        counters: FrontCounters,
-        opening: Opening,
-        open_: Callable[[socket.SocketType, str], None],
+        self, certificates: Certificates, opening: Opening, open_: Callable[[socket.SocketType, str], None]
     ) -> None:
         """Starts to accept connections, and to check the deadlines of open connections.
 
         Args:
           certificates: the TLS certificates. Their files are read again when they change.
-          counters: count the open connections of all fronts of the protocol.
           opening: carries out TLS handshakes on accepted sockets, and knows how many handshakes are under way.
           open_: is called with each accepted socket and the name of the client (``Peer.owner``). It begins to serve the client.
         """
         self._certificates = certificates
-        self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
+        self._acceptor = Acceptor(self.place.listeners, self.counters, open_, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 
@@ -218,7 +213,7 @@ class Front(ABC):
 
     def _record(self, record: Any, fds: list[int]) -> None:
         """Carries out a message from the supervisor. ``fds``: the file descriptors that came with the message."""
-        self._counters.read += 1
+        self.counters.read += 1
         match record:
             case Start():
                 for fd in fds:
@@ -228,7 +223,7 @@ class Front(ABC):
                 files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)
                 hand_over = self._hand_over if options.trace.otlp else None
                 self.tracer = Tracer(record.incarnation, files, options.metrics.buckets, hand_over, self.protocol)
-                counters = self._counters
+                counters = self.counters
                 self.submitter = Submitter(
                     record.incarnation,
                     options,
@@ -296,7 +291,7 @@ class Front(ABC):
     def _hand_over(self, traces: TracesEnded) -> bool:
         """Sends traces to the supervisor. Returns False, and drops the traces, if too many messages wait for the supervisor."""
         if self._connection.waiting >= _MAX_WAITING:
-            self._counters.drop_traces(len(traces.traces))
+            self.counters.drop_traces(len(traces.traces))
             return False
         self._connection.send(traces)
         return True

@@ -66,11 +66,8 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes an HPACK block into two groups of header fields. Call this method for each block of the connection, in order.
+        """Decodes an HPACK block into the two groups that ``parted`` returns. Call it for each block of the connection, in order.
 
-        The first group has the fields with a name in ``COMMON``, as bytes that the function ``fields`` unpacks.
-        The second group has all other fields, as pairs (name, value). Every pseudo-header, such as ``:path``, that follows a
-        field of the second group is in the second group.
         Raises ValueError if ``block`` is malformed. Raises OverflowError if the block's header fields exceed the size limit.
         """
         try:

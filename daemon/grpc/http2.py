@@ -585,7 +585,7 @@ class Http2:
         """
         self.end()
         for stream in list(self.streams.values()):
-            stream.stop(now, self._read_of(stream))
+            stream.stop(now)
 
     def abandon_streams(self) -> None:
         """Ends all streams without a response, because the connection is being closed."""
@@ -605,9 +605,6 @@ class Http2:
     def _look_for_floods(self) -> None:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
-    def _read_of(self, stream: Stream) -> int:
-        return self.data_read if stream is self.data_stream else 0
-
     def check(self, now: float, seconds: float, unread: bool) -> None:
         """Ends each call whose client sends a message too slowly or reads responses too slowly.
 
@@ -619,7 +616,7 @@ class Http2:
         Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):
-            stream.check(now, self._read_of(stream), seconds if unread else 0.0)
+            stream.check(now, seconds if unread else 0.0)
         self._floods.second(seconds)
         self._look_for_floods()
         if unread:

@@ -45,15 +45,14 @@ class GrpcFront(Front):
         }
         access = Access(restrictions.parse(options.grpc.restricted_protocol), self.protocol)
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
-        counters = self.place.counters.front(self.place.row)
-        self.answered = Answered(counters, self.submitter.refusals, self.protocol, options.log.access)
+        self.answered = Answered(self.counters, self.submitter.refusals, self.protocol, options.log.access)
         serving = self._serving = GrpcServing(
-            options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
+            options.grpc, methods, self.counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
         self.open_connections, self.lingering, self.clock = serving.connections, serving.lingering, serving.clock
         certificates = Certificates(options.grpc)
         opening = Opening(lambda owner: Http2Connection(serving, owner), certificates)
-        self.accept(certificates, counters, opening, opening.open)
+        self.accept(certificates, opening, opening.open)
 
     def end(self, connection: Any, at_once: bool) -> None:
         self._serving.stopping = True

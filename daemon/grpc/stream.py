@@ -552,11 +552,10 @@ class Stream:
 
     # -------------------------------------------------------------------------------------------------- bounds
 
-    def check(self, now: float, pending: int, unread: float) -> None:
+    def check(self, now: float, unread: float) -> None:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
         ``now``: seconds of the front's clock.
-        ``pending``: how many bytes of the arriving message were received but not passed to this ``Stream`` yet.
         ``unread``: seconds in which nothing was read from the client. The time limit of the arriving message grows by them.
         """
         if self.partial_since:
@@ -566,7 +565,7 @@ class Stream:
             self.http2.reset(self, frames.ENHANCE_YOUR_CALM)
         elif self.partial_since and not (self.held or self.waits_for_room):
             # Else it is we who hold it up: the rest may lie beyond the client's window.
-            elapsed, came = now - self.partial_since, pending + self._received_byte_size()
+            elapsed, came = now - self.partial_since, self._received_byte_size()
             if elapsed > options.body_timeout:
                 self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
             elif came < options.min_rate * (elapsed - GRACE_SECONDS):
@@ -586,13 +585,12 @@ class Stream:
         """Returns whether the call is open, no request message is arriving, and every request has its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
-    def stop(self, now: float, pending: int) -> None:
+    def stop(self, now: float) -> None:
         """Has the call end once its requests are answered. A stopping server calls this repeatedly until the call has ended.
 
         Refuses the call if it owes no answer, lacks its first message or the rest of a message, and gets no byte of it for
         ``SILENCE_SECONDS``.
         ``now``: seconds of the front's clock.
-        ``pending``: how many bytes of the arriving message were received but not passed to this ``Stream`` yet.
         """
         call = self.call
         if self._finished or call is None:
@@ -600,7 +598,7 @@ class Stream:
         # The first message of a new call may be under way.
         is_new = call.is_new
         if not (self.half_closed or call.answers or self.waits_for_room) and (is_new or not self.idle):
-            came = pending + self._received_byte_size()
+            came = self._received_byte_size()
             if came != self._came:
                 self._came, self._silent_since = came, now
             elif now - self._silent_since > SILENCE_SECONDS:
@@ -611,8 +609,9 @@ class Stream:
 
     def _received_byte_size(self) -> int:
         """Returns how many bytes of the arriving message have come, or 0 if no message is arriving."""
-        arriving = self.arriving
-        return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
+        arriving, http2 = self.arriving, self.http2
+        untold = http2.data_read if http2.data_stream is self else 0
+        return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left + untold)
 
     def stopped(self) -> None:
         """Ends the call with UNAVAILABLE, because the server is stopping."""

@@ -40,7 +40,7 @@ class HttpFront(Front):
             options,
             self.table,
             self.submitter,
-            self.place.counters.front(self.place.row),
+            self.counters,
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
             cross_origin=cross_origin,
@@ -69,7 +69,7 @@ class HttpFront(Front):
             else:
                 self._sockets.open(connection, Http1Connection(self._serving, connections, owner))
 
-        self.accept(certificates, self._serving.counters, opening, accepted)
+        self.accept(certificates, opening, accepted)
 
     async def drain(self, grace_ns: int) -> None:
         self._serving.stopping = True

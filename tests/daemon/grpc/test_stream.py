@@ -56,7 +56,8 @@ class Wire:
         self.max_frame_size = frame_size
         self.send_window = window
         self.room = room
-        self.answered = self.sent = 0
+        self.answered = self.sent = self.data_read = 0
+        self.data_stream: Stream | None = None
         self.blocked: dict[int, Stream] = {}
         self.streams: dict[int, Stream] = {}
         self.out = bytearray()
@@ -218,10 +219,10 @@ def test_a_message_is_not_late_for_what_is_not_read() -> None:
     receive(stream, prefixed(bytes(500))[:100])
     begun = stream.partial_since
     for second in range(1, 21):
-        stream.check(begun + second, 0, 1.0)
-    stream.check(begun + 22.0, 0, 0.0)
+        stream.check(begun + second, 1.0)
+    stream.check(begun + 22.0, 0.0)
     assert not call.gone
-    stream.check(begun + 23.0, 0, 0.0)
+    stream.check(begun + 23.0, 0.0)
     assert call.gone
     assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
 
@@ -232,13 +233,13 @@ def test_a_message_is_not_late_for_what_its_client_may_not_send() -> None:
     receive(stream, prefixed(bytes(500))[:100])
     begun = stream.partial_since
     stream.held = True
-    stream.check(begun + 60.0, 0, 0.0)
+    stream.check(begun + 60.0, 0.0)
     wire.serving.clock = lambda: begun + 60.5  # type: ignore[assignment, return-value]
     stream.release()
     assert [(kind, payload) for kind, _, payload in wire.frames()] == []
-    stream.check(begun + 62.5, 0, 0.0)
+    stream.check(begun + 62.5, 0.0)
     assert not call.gone
-    stream.check(begun + 63.0, 0, 0.0)
+    stream.check(begun + 63.0, 0.0)
     assert call.gone
     assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
 
@@ -301,17 +302,17 @@ def test_a_stop_waits_for_the_first_message(first: str) -> None:
     _, stream, call = opened()
     message = prefixed(b"abcd")
     for now in (0.0, 0.02, 0.04, SILENCE_SECONDS):
-        stream.stop(now, 0)
+        stream.stop(now)
     pieces = [message] if first == "whole" else [message[at : at + 1] for at in range(len(message))]
     for number, piece in enumerate(pieces, 1):
         assert (stream.ended, call.stopped) == (False, False)
         stream.receive(piece, 0, len(piece))
-        stream.stop((number + 1) * SILENCE_SECONDS, 0)
+        stream.stop((number + 1) * SILENCE_SECONDS)
     assert call.messages == [b"abcd"]
     assert call.stopped
     wire, stream, call = opened()
-    stream.stop(1.0, 0)
-    stream.stop(1.1 + SILENCE_SECONDS, 0)
+    stream.stop(1.0)
+    stream.stop(1.1 + SILENCE_SECONDS)
     assert [kind for kind, _, _ in wire.frames()] == [frames.HEADERS, frames.RST_STREAM]
     assert call.gone
 
@@ -319,7 +320,7 @@ def test_a_stop_waits_for_the_first_message(first: str) -> None:
 def test_a_stop_is_the_calls_affair() -> None:
     wire, stream, call = opened()
     call.message(b"a", 0, 1)
-    stream.stop(0.0, 0)
+    stream.stop(0.0)
     assert call.stopped
     assert not stream.ended
     stream.stopped()
@@ -327,7 +328,7 @@ def test_a_stop_is_the_calls_affair() -> None:
     assert call.gone
     kinds = [kind for kind, _, _ in wire.frames()]
     assert kinds == [frames.HEADERS, frames.RST_STREAM]
-    stream.stop(0.0, 0)
+    stream.stop(0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- sending
