@@ -380,12 +380,8 @@ def _check(options: Options) -> None:
             raise ConfigurationError(f"{name}.use_tls: needs {name}.certificate and {name}.key")
         if served.mutual_tls and not served.root_certificate:
             raise ConfigurationError(f"{name}.mutual_tls: needs {name}.root_certificate")
-    for section, pattern in (
-        ("http", options.http.header_forward_pattern),
-        ("grpc", options.grpc.header_forward_pattern),
-    ):
-        if pattern:
-            _explained(f"{section}.header_forward_pattern", header_pattern.compiled, pattern)
+        if served.header_forward_pattern:
+            _explained(f"{name}.header_forward_pattern", header_pattern.compiled, served.header_forward_pattern)
 
 
 def _check_addresses(options: Options) -> None:
