@@ -1,10 +1,7 @@
 """Finds a server and connects to it. A ``Client`` looks up the server's models, which are called as functions of arrays.
 
-Without an address, ``connect`` tries the address in $TENSORD. If $TENSORD is not set, ``connect`` tries, in this order, the
-socket clients.sock in the folders /run/tensord, $XDG_RUNTIME_DIR/tensord and /tmp/tensord-UID, and the address localhost:8000.
-The last two folders are skipped unless this user owns them and nobody else may use them.
-An address is a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``. It
-may also be a repository of models, which this process then serves by itself.
+The docstring of ``connect`` says what an address is, and where a server is looked for without one. The folders in
+$XDG_RUNTIME_DIR and /tmp are skipped unless this user owns them and nobody else may use them.
 """
 
 from __future__ import annotations

@@ -176,13 +176,7 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel) -> wire.Placed:
-        """Puts the inputs of a call that is sent many times where the worker can read them.
-
-        Returns what a lane needs to send the request.
-
-        Raises: InvalidArgument: an input or parameter cannot be encoded, an input is larger than the daemon allows, or an array
-          for an output does not fit the output.  Unavailable: there is no room in shared memory now.
-        """
+        """Does what ``place`` does, for a call that is sent many times: where its arrays go is decided once."""
         layout = call.layout
         if layout is None or layout.model is not model or layout.has_strings:
             layout = self.keep_layout(call, model)
