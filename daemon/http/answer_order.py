@@ -16,9 +16,10 @@ from tensord.daemon.http.body_reader import BodyReader
 from tensord.daemon.http.deadlines import ClientDeadlines
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generation
-from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
+from tensord.daemon.http.response_codec import CLOSE, error_response
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
+from tensord.shm.messages import Buffer
 from tensord.shm.running_time import RunningTime
 
 #: A request that has its place in the order of answers.

@@ -13,8 +13,7 @@ from collections.abc import Generator, Iterable
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http.body import CollectedBody
 from tensord.shm.errors import InvalidArgument
-
-Buffer = bytes | memoryview
+from tensord.shm.messages import Buffer
 
 #: The formats that zlib is told to read or write. Each stands for itself alone: a body that says gzip and is deflate is broken.
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}

@@ -38,7 +38,7 @@ from tensord.shm.arena import Lease
 from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord, is_one_of_several
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_one_of_several
 from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ class Exchange(InFlight):
             self._timing_line = response_codec.timing_line(record.timing)
         asked: PreparedKind = self._asked  # type: ignore[assignment]
         text, lease = asked.last_answer, record.lease
-        pieces: list[response_codec.Buffer] | None = None
+        pieces: list[Buffer] | None = None
         if lease is None:
             if text is None or text.prepared is not prepared:
                 text = asked.answer(prepared, record, lane.view)  # type: ignore[union-attr]
@@ -464,13 +464,13 @@ class Exchange(InFlight):
         else:
             self._answer_error(500, DEFECT)
 
-    def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
+    def _answer_converted(self, answer: tuple[list[Buffer], list[Buffer]]) -> None:
         head, parts = answer
         if not parts:
             self.written()  # the tensors are text now, and the transport holds that
         self._answer(head, parts)
 
-    def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
+    def _answer(self, head: list[Buffer], parts: list[Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
         tail_size = sum(map(len, parts))
         if self._head.accepts:
@@ -482,7 +482,7 @@ class Exchange(InFlight):
             return
         line = response_codec.response_head(json_size, tail_size, self._connection_line())
         self.phase = ExchangePhase.ANSWERED
-        pieces: list[response_codec.Buffer] = [line, *head, *parts]
+        pieces: list[Buffer] = [line, *head, *parts]
         if self._unwritten is None:
             # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
             answer = b"".join(pieces)
@@ -494,7 +494,7 @@ class Exchange(InFlight):
         self._serving.answered.good(self, self._version, pieces)
         self._hand_over(pieces)
 
-    def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
+    def _hand_over(self, pieces: list[Buffer]) -> None:
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):

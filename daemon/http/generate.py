@@ -18,7 +18,6 @@ import logging
 import struct
 import uuid
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -27,7 +26,7 @@ from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec, request_codec, response_codec
 from tensord.daemon.http.body import Body, PlacedBody, located
 from tensord.daemon.http.decoded_request import DecodedRequest
-from tensord.daemon.http.json_text import ResponseLayout
+from tensord.daemon.http.json_text import ResponseLayout, View
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import PreparedKind
 from tensord.daemon.http.reception import Reception
@@ -39,7 +38,7 @@ from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, Slice, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, is_mark
 from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
@@ -57,8 +56,6 @@ _SIZES = struct.Struct("<IQ")
 #: Bytes of an error that are logged.
 _MAX_SAID = 1000
 _encode = msgspec.json.Encoder().encode
-#: Returns the bytes of a slice of the response arena; None: the answer is an error of this process.
-View = Callable[[Slice], memoryview] | None
 
 
 class Generation(InFlight):
@@ -92,16 +89,18 @@ class Generation(InFlight):
     _decoded: DecodedRequest | None = None
     #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None
-    #: The status and text to refuse the request with; None: nothing is wrong so far.
-    _error: tuple[int, str] | None = None
-    #: Responses that came while the client did not take what was written, each with its lane and what shows its tensors.
-    _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None, View]] = msgspec.field(default_factory=deque)
+    #: The error to refuse the request with; None: nothing is wrong so far.
+    _error: ServingError | None = None
+    #: Responses that came while the client did not take what was written, each with its lane and what shows its tensors. Both are
+    #: None if the response is an error of this process.
+    _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None, View | None]] = msgspec.field(
+        default_factory=deque
+    )
 
     def __post_init__(self) -> None:
         serving, head, order = self._serving, self._head, self._order
         self.keep_alive, self.account = head.keep_alive, order.account
-        if head.error is not None:
-            self._error = http_status(head.error), head.error.message
+        self._error = head.error
         limit = serving.options.http.max_body_byte_size
         if not head.coding and (head.content_length or 0) <= limit:
             self._reception = Reception(serving, head, order.pause_body, self._go_on, order.account)
@@ -157,7 +156,7 @@ class Generation(InFlight):
         head, submitter = self._head, self._serving.submitter
         try:
             if self._error is not None:
-                self._refuse(*self._error)
+                self._refuse(self._error)
                 return
             if self._state is None:
                 if submitter.is_loading(head.model, head.version):
@@ -166,15 +165,15 @@ class Generation(InFlight):
                 self._state = self._admit()
             reception, limit = self._reception, self._serving.options.http.max_body_byte_size
             if reception is None:
-                self._refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
+                self._refuse(BodyTooLarge(f"has more than {limit} bytes", limit))
             elif reception.error is not None:
-                self._refuse(http_status(reception.error), reception.error.message)
+                self._refuse(reception.error)
             elif reception.ready:
                 self._submit(reception, self._state)
             else:
                 self._order.ask_for_body(self)
         except ServingError as error:
-            self._refuse(http_status(error), error.message)
+            self._refuse(error)
         except Exception:
             self._meet_defect()
 
@@ -182,7 +181,7 @@ class Generation(InFlight):
         try:
             await self._serving.submitter.loaded(self._head.model, self._head.version)
         except ServingError as error:
-            self._error = http_status(error), error.message
+            self._error = error.with_traceback(None)
         self._loading = None
         self._go_on()
 
@@ -230,7 +229,9 @@ class Generation(InFlight):
                 self._trace.responded(prepared.version)
         self._take(prepared, record, lane, None if lane is None else lane.view)
 
-    def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None, view: View) -> None:
+    def _take(
+        self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None, view: View | None
+    ) -> None:
         if self._blocked:
             # Its worker may be gone before the client reads on, and the lane closed.
             self._held.append((prepared, record, lane, None if lane is None else lane.pinned(record.contents)))
@@ -266,9 +267,7 @@ class Generation(InFlight):
         elif record.lease is not None:
             self._serving.submitter.release(lane, record.lease)
 
-    def _answer(
-        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
-    ) -> None:
+    def _answer(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: View) -> None:
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
@@ -303,12 +302,13 @@ class Generation(InFlight):
             framing,
         )
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: ServingError) -> None:
         # No part of an answer may have been written.
+        status = http_status(error)
         if self._trace is not None:
-            self._trace.failed(str(status), message)
+            self._trace.failed(str(status), error.message)
             self._trace.end()
-        self._write_whole(status, _encode({"error": message}))
+        self._write_whole(status, _encode({"error": error.message}))
 
     def _meet_defect(self) -> None:
         """Logs the current exception, and answers 500. If the answer has begun already, aborts the connection instead."""
@@ -371,9 +371,7 @@ class Generate(Generation):
             self._joined = generate_codec.JoinedAnswers(state, self._serving.options.http.max_body_byte_size)
         super()._submit(reception, state)
 
-    def _answer(
-        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
-    ) -> None:
+    def _answer(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: View) -> None:
         if self._joined is not None:
             self._joined.add(prepared, contents, view)
         elif self._object is None:
@@ -382,7 +380,7 @@ class Generate(Generation):
             raise InvalidArgument(_NOT_ONE)
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        self._refuse(http_status(error) if isinstance(error, Unavailable | Unsupported) else 400, error.message)
+        self._refuse(error if isinstance(error, Unavailable | Unsupported) else InvalidArgument(error.message))
 
     def _end(self) -> None:
         found = self._object
@@ -411,9 +409,7 @@ class GenerateStream(Generation):
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
-    def _answer(
-        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
-    ) -> None:
+    def _answer(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: View) -> None:
         layout = self._layout
         if layout is None or layout.prepared is not prepared:
             layout = self._layout = ResponseLayout(prepared, self._head.model, self._client_id)
@@ -422,7 +418,7 @@ class GenerateStream(Generation):
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):
             # It was wrong with the request before the model ran: no event.
-            self._refuse(http_status(error), error.message)
+            self._refuse(error)
             return
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
@@ -434,7 +430,8 @@ class GenerateStream(Generation):
         self._kept += event
         size, most = len(self._kept), self._serving.options.http.max_body_byte_size
         if size > most:
-            self._refuse(400, f"the events have {size} bytes so far, at most {most} are kept for an answer of HTTP/1.0")
+            kept = f"at most {most} are kept for an answer of HTTP/1.0"
+            self._refuse(InvalidArgument(f"the events have {size} bytes so far, {kept}"))
 
     def _begin(self, status: int) -> bytes:
         self._sending()
@@ -480,9 +477,7 @@ class InferStream(GenerateStream):
         text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
         return request_codec.decode(text, size - json_size, head.model)
 
-    def _answer(
-        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
-    ) -> None:
+    def _answer(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: View) -> None:
         decoded = self._decoded
         assert decoded is not None
         said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, view)
@@ -490,10 +485,10 @@ class InferStream(GenerateStream):
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final:
-            self._refuse(http_status(error), error.message)
+            self._refuse(error)
         else:
             self._say(_response(_encode({"error": error.message, "code": error.code}), []), 200)
 
 
-def _response(said: bytes, parts: list[response_codec.Buffer]) -> bytes:
+def _response(said: bytes, parts: list[Buffer]) -> bytes:
     return b"".join([_SIZES.pack(len(said), sum(map(len, parts))), said, *parts])

@@ -10,7 +10,6 @@ Source: Triton docs/protocol/extension_generate.md; the texts of errors are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from tensord.daemon.http import json_data, request_head
 from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_text import View
 from tensord.daemon.http.json_values import text
 from tensord.daemon.http.request_codec import read_parameters
 from tensord.shm.control_records import ModelState
@@ -120,7 +120,7 @@ class JoinedAnswers:
             each["name"]: (each["datatype"], each["shape"][1:], [], []) for each in outputs
         }
 
-    def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
+    def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: View) -> None:
         """Adds a response, and copies the bytes of its outputs.
 
         Args:

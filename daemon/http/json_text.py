@@ -28,6 +28,8 @@ PIECE_COUNT = 32768
 _PIECE_BYTE_SIZE = 256 << 10
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
+#: Returns the bytes of a slice of the response arena.
+View = Callable[[Slice], memoryview]
 
 
 def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
@@ -161,7 +163,7 @@ class ResponseLayout:
             if tensor.region is None
         ]
 
-    def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
+    def encode(self, contents: tuple[Content, ...], view: View | None = None) -> bytes:
         """Returns one response as a JSON object.
 
         Args:

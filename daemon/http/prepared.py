@@ -16,13 +16,21 @@ from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec, request_head, response_codec
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source
 from tensord.daemon.http.json_cut import Cut
+from tensord.daemon.http.json_text import View
 from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
 from tensord.daemon.http.request_codec import part
 from tensord.daemon.http.request_head import ABSENT, RequestHead, UnusualText
-from tensord.daemon.http.response_codec import Buffer
 from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import OPEN
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
+from tensord.shm.messages import (
+    AnswerRecord,
+    Buffer,
+    PreparedAnswer,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    Slice,
+)
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 
 #: The most kinds of answers cached for one kind of requests (they differ by worker and load); beyond it the cache is emptied.
@@ -226,7 +234,7 @@ class PreparedKind:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
-    def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
+    def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: View) -> AnswerText:
         """Returns an object that encodes all answers that share ``prepared`` as HTTP responses.
 
         The object is cached. If none is cached for ``prepared``, this method makes one from ``record``, the worker's answer.
@@ -266,7 +274,7 @@ class AnswerText:
         asked: DecodedRequest,
         prepared: PreparedAnswer,
         record: AnswerRecord,
-        view: Callable[[Slice], memoryview],
+        view: View,
     ) -> None:
         """Encodes and stores the HTTP head and JSON that all answers with the same ``prepared`` share, except for the id.
 
@@ -308,7 +316,7 @@ class AnswerText:
             self._say(client_id)
         return b"".join((self._head, *contents))
 
-    def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
+    def pieces(self, client_id: str, record: AnswerRecord, view: View) -> list[Buffer] | None:
         """Returns what ``whole`` does as pieces: first the response's head and JSON in one piece, then the bytes of each tensor.
 
         ``view``: returns the memory of a slice. Raises InvalidArgument if a tensor is outside the worker's arena.

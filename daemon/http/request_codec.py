@@ -24,7 +24,6 @@ from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase6
 from tensord.daemon.http.json_values import UINT64_MAX, boolean, is_unsigned, refusal, text, unsigned
 from tensord.daemon.http.request_head import (
     ABSENT,
-    ExactRequest,
     InputHead,
     OutputHead,
     RequestHead,
@@ -92,9 +91,7 @@ def decode_exactly(
     return decode_head(exact, apart, tail_size, model)
 
 
-def decode_head(
-    request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
-) -> DecodedRequest:
+def decode_head(request: RequestHead, apart: json_cut.Cut | None, tail_size: int, model: str) -> DecodedRequest:
     """Checks the parsed JSON of an inference request, and returns the decoded request. Raises as ``decode`` does.
 
     Raises UnusualText if an input has data that the fast JSON parser cannot convert. Parse the JSON with the exact parser then.

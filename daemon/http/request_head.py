@@ -4,16 +4,15 @@ The function ``quick`` parses with msgspec, and can read nearly every request. I
 function ``exact``, which parses with RapidJSON and is slower. ``exact`` ignores unknown keys and accepts the literals NaN and
 Infinity, as Triton does. The errors of ``exact`` have the texts of a real Triton.
 
-``quick`` returns a RequestHead. The ``data`` of its inputs is JSON text that is not parsed yet.
-``exact`` returns an ExactRequest. The ``data`` of its inputs is a parsed value, and ``parameters`` are dicts.
+Both return a RequestHead. ``quick`` leaves the ``data`` of inputs as JSON text. ``exact`` parses it too, and its ``parameters``
+are dicts.
 Source: the recorded error messages of a real Triton 2.51.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -73,7 +72,10 @@ class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the fields of the JSON object of an inference request, as ``quick`` reads them."""
+    """Holds the fields of the JSON object of an inference request.
+
+    In those of ``exact``, ``inputs`` and ``outputs`` are iterators, which raise InvalidArgument at a malformed entry.
+    """
 
     inputs: list[InputHead]
     id: str = ""
@@ -81,19 +83,6 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = _NO_PARAMETERS
     #: Ignored: the request's path names the model.
     model_name: str = ""
-
-
-@dataclass(slots=True)
-class ExactRequest:
-    """The parsed JSON text of an inference request.
-
-    ``inputs`` and ``outputs`` are checked only when a caller iterates over them: a malformed entry then raises InvalidArgument.
-    """
-
-    id: str
-    parameters: dict[str, Any]
-    inputs: Iterable[InputHead]
-    outputs: Iterable[OutputHead]
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
@@ -122,7 +111,7 @@ def itself(offset: int) -> int:
     return offset
 
 
-def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
+def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> RequestHead:
     """Parses ``head``, the JSON of an inference request, with a slow parser that also reads NaN and infinities.
 
     ``place``: converts an offset in ``head`` to the offset in the text that the client sent, for error messages.
@@ -137,7 +126,7 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
     if not isinstance(parameters, dict):
         raise InvalidArgument("failed to get request params.: attempt to get members for non-object")
     check_count(len(parameters), "parameters")
-    return ExactRequest(identifier, parameters, _inputs(request), _outputs(request))
+    return RequestHead(_inputs(request), identifier, _outputs(request), parameters)  # type: ignore[arg-type]
 
 
 def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:

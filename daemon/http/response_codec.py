@@ -6,7 +6,7 @@ binary answer   | JSON head (Inference-Header-Content-Length bytes) | part | par
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from http import HTTPStatus
 from typing import Any, TypeGuard
 
@@ -14,9 +14,9 @@ import msgspec
 
 from tensord.daemon.http import json_text
 from tensord.daemon.http.decoded_request import DecodedRequest
-from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, RegionSlice, Slice, placed
+from tensord.daemon.http.json_text import View
+from tensord.shm.messages import Buffer, Content, PreparedAnswer, PreparedTensor, RegionSlice, Slice, placed
 
-Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in HTTPStatus}
 # Its name since RFC 9110, which HTTPStatus has in newer Pythons alone.
@@ -35,7 +35,7 @@ def encode(
     model: str,
     client_id: str,
     asked: DecodedRequest,
-    view: Callable[[Slice], memoryview],
+    view: View,
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
     """Encodes an answer that is no error. Returns the JSON, and the bytes of each tensor that is sent as binary data.
@@ -96,7 +96,7 @@ def encode_in_steps(
     model: str,
     client_id: str,
     asked: DecodedRequest,
-    view: Callable[[Slice], memoryview],
+    view: View,
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
     """Encodes an answer that is no error, as ``encode`` does, and yields after each piece of the JSON of a large tensor.
 
