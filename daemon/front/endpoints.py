@@ -93,7 +93,7 @@ class Endpoints:
 
     def server_metadata(self) -> dict[str, Any]:
         """Returns the ``name``, ``version`` and ``extensions`` of the server."""
-        return {"name": self._name, "version": __version__, "extensions": EXTENSIONS}
+        return {"name": self._name, "version": __version__, "extensions": [*EXTENSIONS]}
 
     async def model_is_ready(self, model: str, version: int) -> bool:
         """Returns whether requests for a model version are answered now. ``version`` 0 is the newest version.

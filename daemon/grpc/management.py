@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from google.protobuf import json_format
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from tensord.daemon.control import log_settings
@@ -35,6 +36,7 @@ from tensord.shm.operations import (
 )
 
 SERVICE = "inference.GRPCInferenceService"
+Fields = dict[str, Any]
 #: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.
 _LOG_KINDS = {
     "log_info": ("info", "bool_param", "boolean"),
@@ -44,17 +46,13 @@ _LOG_KINDS = {
     "log_format": ("format", "string_param", "string"),
 }
 _LOG_SETTINGS = {"log_file", *_LOG_KINDS}
-#: The methods whose answer depends on who asks: these get the client's connection as well.
-_FOR_PEER = frozenset(
-    [
-        *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Register", "Unregister")),
-        *("RepositoryModelLoad", "RepositoryModelUnload", "LogSettings", "TraceSetting"),
-    ]
-)
 
 
 class Management:
-    """Implements the RPCs other than inference, each as a method with the name of the RPC."""
+    """Implements the RPCs other than inference, each as a method with the name of the RPC.
+
+    A method takes the client's connection and the request. It returns the fields of the response as JSON has them, or None.
+    """
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
@@ -64,90 +62,78 @@ class Management:
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
-                request = getattr(grpc_service_pb2, method.input_type.name)
-                yield f"/{SERVICE}/{method.name}", _maker(request, answer, method.name in _FOR_PEER)
+                yield f"/{SERVICE}/{method.name}", _maker(method, answer)
 
     # ------------------------------------------------------------------------------------------------ health
 
-    async def ServerLive(self, request: Any) -> Any:
-        return grpc_service_pb2.ServerLiveResponse(live=True)
+    async def ServerLive(self, client: Http2Connection, request: Any) -> Fields:
+        return {"live": True}
 
-    async def ServerReady(self, request: Any) -> Any:
-        return grpc_service_pb2.ServerReadyResponse(ready=not await self._endpoints.unreadiness())
+    async def ServerReady(self, client: Http2Connection, request: Any) -> Fields:
+        return {"ready": not await self._endpoints.unreadiness()}
 
-    async def ModelReady(self, request: Any) -> Any:
+    async def ModelReady(self, client: Http2Connection, request: Any) -> Fields:
         try:
             version = read_version(request.name, request.version)
         except NotFound:
-            return grpc_service_pb2.ModelReadyResponse(ready=False)
-        return grpc_service_pb2.ModelReadyResponse(ready=await self._endpoints.model_is_ready(request.name, version))
+            return {"ready": False}
+        return {"ready": await self._endpoints.model_is_ready(request.name, version)}
 
     # ------------------------------------------------------------------------------------------------ models
 
-    async def ServerMetadata(self, request: Any) -> Any:
-        return grpc_service_pb2.ServerMetadataResponse(**self._endpoints.server_metadata())
+    async def ServerMetadata(self, client: Http2Connection, request: Any) -> Fields:
+        return self._endpoints.server_metadata()
 
-    async def ModelMetadata(self, request: Any) -> Any:
-        version = read_version(request.name, request.version)
-        return _filled(
-            grpc_service_pb2.ModelMetadataResponse(), await self._endpoints.model_metadata(request.name, version)
-        )
+    async def ModelMetadata(self, client: Http2Connection, request: Any) -> Fields:
+        return await self._endpoints.model_metadata(request.name, read_version(request.name, request.version))
 
-    async def ModelConfig(self, request: Any) -> Any:
+    async def ModelConfig(self, client: Http2Connection, request: Any) -> Fields:
         config = await self._endpoints.model_config(request.name, read_version(request.name, request.version))
-        return _filled(grpc_service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
+        return {"config": msgspec.json.decode(config)}
 
-    async def ModelStatistics(self, request: Any) -> Any:
+    async def ModelStatistics(self, client: Http2Connection, request: Any) -> Fields:
         version = read_version(request.name, request.version)
-        statistics = await self._endpoints.ask(ModelStatistics(request.name, version))
-        return _filled(grpc_service_pb2.ModelStatisticsResponse(), msgspec.json.decode(statistics))
+        return _decoded(await self._endpoints.ask(ModelStatistics(request.name, version)))
 
     # -------------------------------------------------------------------------------------------- repository
 
-    async def RepositoryIndex(self, request: Any) -> Any:
+    async def RepositoryIndex(self, client: Http2Connection, request: Any) -> Fields:
         _refuse_repository(request)
-        models = msgspec.json.decode(await self._endpoints.ask(RepositoryIndex(request.ready)))
-        return _filled(grpc_service_pb2.RepositoryIndexResponse(), {"models": models})
+        return {"models": msgspec.json.decode(await self._endpoints.ask(RepositoryIndex(request.ready)))}
 
-    async def RepositoryModelLoad(self, client: Http2Connection, request: Any) -> Any:
+    async def RepositoryModelLoad(self, client: Http2Connection, request: Any) -> None:
         _refuse_repository(request)
         await self._endpoints.load(request.model_name, _parameters(request), peer_of(client.fileno()))
-        return grpc_service_pb2.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(self, client: Http2Connection, request: Any) -> Any:
+    async def RepositoryModelUnload(self, client: Http2Connection, request: Any) -> None:
         _refuse_repository(request)
         await self._endpoints.unload(request.model_name, _parameters(request), peer_of(client.fileno()))
-        return grpc_service_pb2.RepositoryModelUnloadResponse()
 
     # ----------------------------------------------------------------------------------------------- regions
 
-    async def SystemSharedMemoryStatus(self, request: Any) -> Any:
-        return await self._status("system", request.name, grpc_service_pb2.SystemSharedMemoryStatusResponse())
+    async def SystemSharedMemoryStatus(self, client: Http2Connection, request: Any) -> Fields:
+        return await self._status("system", request.name)
 
-    async def SystemSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
+    async def SystemSharedMemoryRegister(self, client: Http2Connection, request: Any) -> None:
         region = RegisterSystemRegion(request.name, request.key, request.offset, request.byte_size)
         await self._endpoints.register(region, client.fileno(), client.connection_end)
-        return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
+    async def SystemSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> None:
         await self._endpoints.ask(UnregisterRegion("system", request.name), peer_of(client.fileno()))
-        return grpc_service_pb2.SystemSharedMemoryUnregisterResponse()
 
-    async def CudaSharedMemoryStatus(self, request: Any) -> Any:
-        return await self._status("cuda", request.name, grpc_service_pb2.CudaSharedMemoryStatusResponse())
+    async def CudaSharedMemoryStatus(self, client: Http2Connection, request: Any) -> Fields:
+        return await self._status("cuda", request.name)
 
-    async def CudaSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
+    async def CudaSharedMemoryRegister(self, client: Http2Connection, request: Any) -> None:
         region = RegisterCudaRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
         await self._endpoints.register(region, client.fileno(), client.connection_end)
-        return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
+    async def CudaSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> None:
         await self._endpoints.ask(UnregisterRegion("cuda", request.name), peer_of(client.fileno()))
-        return grpc_service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
 
-    async def LogSettings(self, client: Http2Connection, request: Any) -> Any:
+    async def LogSettings(self, client: Http2Connection, request: Any) -> Fields:
         given = {name: value for name, value in request.settings.items() if name in _LOG_SETTINGS}
         if "log_file" in given:
             raise Unsupported(log_settings.FILE_REFUSED)
@@ -159,33 +145,37 @@ class Management:
                 wanted[field] = getattr(given[name], kind)
         if wanted.get("format", "default") not in log_settings.FORMATS:
             raise InvalidArgument(f"invalid argument for log_format, got: {wanted['format']}")
-        settings = msgspec.json.decode(await self._endpoints.ask(ChangeLog(**wanted), peer_of(client.fileno())))
-        answer = grpc_service_pb2.LogSettingsResponse()
-        for name, value in settings.items():
-            setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
-        return answer
+        settings = _decoded(await self._endpoints.ask(ChangeLog(**wanted), peer_of(client.fileno())))
+        kinds = {name: _LOG_KINDS.get(name, ("", "string_param", ""))[1] for name in settings}
+        return {"settings": {name: {kinds[name]: value} for name, value in settings.items()}}
 
-    async def TraceSetting(self, client: Http2Connection, request: Any) -> Any:
+    async def TraceSetting(self, client: Http2Connection, request: Any) -> Fields:
         await self._endpoints.check_traced(request.model_name)
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)
-        settings = msgspec.json.decode(await self._endpoints.ask(wanted, peer_of(client.fileno())))
-        answer = grpc_service_pb2.TraceSettingResponse()
-        for name, value in settings.items():
-            answer.settings[name].value.extend(value if isinstance(value, list) else [value])
-        return answer
+        settings = _decoded(await self._endpoints.ask(wanted, peer_of(client.fileno())))
+        lists = {name: value if isinstance(value, list) else [value] for name, value in settings.items()}
+        return {"settings": {name: {"value": value} for name, value in lists.items()}}
 
-    async def _status(self, kind: str, name: str, answer: Message) -> Any:
+    async def _status(self, kind: str, name: str) -> Fields:
         regions = msgspec.json.decode(await self._endpoints.ask(RegionStatus(kind, name)))
-        return _filled(answer, {"regions": {region["name"]: region for region in regions}})
+        return {"regions": {region["name"]: region for region in regions}}
 
 
-def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Stream], Call]:
-    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection) if for_peer else answer)
+def _maker(method: MethodDescriptor, answer: Callable[..., Any]) -> Callable[[Stream], Call]:
+    request, response = (getattr(grpc_service_pb2, each.name) for each in (method.input_type, method.output_type))
+
+    async def filled(client: Http2Connection, asked: Any) -> Message:
+        fields = await answer(client, asked)
+        made: Message = json_format.ParseDict(fields or {}, response(), ignore_unknown_fields=True)
+        return made
+
+    return lambda stream: Unary(stream, request, functools.partial(filled, stream.connection))
 
 
-def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
+def _decoded(content: bytes) -> Fields:
+    fields: Fields = msgspec.json.decode(content)
+    return fields
 
 
 def _refuse_repository(request: Any) -> None:
