@@ -259,6 +259,9 @@ class RegionRegistry:
         except ServingError as error:
             # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
             _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
+            if renews and region.state is RegionState.REGISTERED:
+                # What the renewal gave it is not this region.
+                await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
         """Notes that a dead worker has no regions any more. ``incarnation``: the number of the worker process."""
@@ -323,17 +326,16 @@ class RegionRegistry:
 
     @property
     def _all(self) -> list[RegisteredRegion]:
-        """Returns every region. Those that were unregistered but are in use come last."""
-        return [*self._regions.values(), *self._leaving]
+        """Returns every region. Of one name, those that were unregistered but are in use come first, the oldest before others."""
+        return [*self._leaving, *self._regions.values()]
 
     def status(self, request: RegionStatus) -> bytes:
         """Returns a JSON array of the regions that ``request`` asks for, by kind and name. The name "" means any name.
 
         Raises NotFound if this kind has no region of this name.
         """
-        # Of an old and a new region of one name the new one is listed.
-        every = reversed(self._all)
-        found = {region.request.name: region for region in every if region.state is not RegionState.REGISTERING}
+        # Of several regions of one name the newest is listed.
+        found = {region.request.name: region for region in self._all if region.state is not RegionState.REGISTERING}
         if request.name:
             region = found.get(request.name)
             if region is None:

@@ -391,15 +391,34 @@ async def test_a_worker_that_joins_during_a_renewal_has_the_region(memory: int) 
 
 
 class Forgetful(FakeHolder):
-    """A worker that has taken a renewal, and finds no descriptor when it is given the former region back."""
+    """A worker that has taken a renewal, and refuses the former region when it is given it back."""
 
-    lacks = False
+    refuses_former: ServingError | None = None
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        if isinstance(operation, RegisterSystemRegion) and self.lacks and fds:
+        if isinstance(operation, RegisterSystemRegion) and self.refuses_former is not None and fds:
             await asyncio.sleep(0)
-            raise descriptors.none_left(self.name)
+            raise self.refuses_former
         return await super().call(operation, *fds)
+
+
+async def test_a_worker_that_refuses_the_former_region_does_not_keep_the_one_that_was_refused(memory: int) -> None:
+    """
+    1. A region is registered again with other memory, which one worker takes and another refuses. 2. The first one cannot take
+    the former memory back, as the object has shrunk. Result: it has no region of the name, and the other one the former.
+    """
+    takes, refuses = Forgetful(0, memory), FakeHolder(1, memory)
+    registry = made(lambda: [takes, refuses], RegionsOptions())
+    await registry.register(request(), TCP)
+    former = dict(refuses.regions)
+    takes.memory = new = os.memfd_create("tensord-test")
+    refuses.refuses, takes.refuses_former = InvalidArgument("no"), InvalidArgument("too small")
+    with pytest.raises(InvalidArgument, match="no"):
+        await registry.register(request(), TCP)
+    assert (takes.regions, refuses.regions) == ({}, former)
+    registry.check_invariants()
+    registry.close()
+    os.close(new)
 
 
 async def test_a_name_is_free_though_a_renewal_has_failed_before(memory: int) -> None:
@@ -411,14 +430,14 @@ async def test_a_name_is_free_though_a_renewal_has_failed_before(memory: int) ->
     workers: list[FakeHolder] = [takes, refuses]
     registry = made(lambda: workers, RegionsOptions())
     await registry.register(request(), TCP)
-    refuses.refuses, takes.lacks = InvalidArgument("no"), False
+    refuses.refuses = InvalidArgument("no")
     renewed = asyncio.create_task(registry.register(request(), TCP))
     while set(registry._regions["r"].holders) == {0, 1}:
         await asyncio.sleep(0)
-    takes.lacks, refuses.refuses = True, None
+    takes.refuses_former, refuses.refuses = descriptors.none_left(takes.name), None
     await asyncio.sleep(0.01)
     await registry.unregister(UnregisterRegion("system", "r"), TCP)
-    takes.lacks = False
+    takes.refuses_former = None
     await registry.register(request(byte_size=32), TCP)
     assert set(takes.regions) == set(refuses.regions) == {"r"}
     renewed.cancel()
@@ -601,7 +620,8 @@ async def test_the_watch_of_an_end_takes_no_descriptor_from_requests(
     monkeypatch.setattr(descriptors, "limit", lambda: 4)  # of which one is kept: a fourth open file is one too many
     with pytest.raises(Unavailable, match="allowed beside those kept for requests"):
         await registry.register((request if kind == "system" else cuda)("a"), ALICE, end)
-    assert (holder.regions, registry.statistics()) == ({}, {})
+    # No worker was asked, so it is not the memory's descriptor that was one too many.
+    assert (holder.opened, holder.regions, registry.statistics()) == (0, {}, {})
     os.close(end)
     os.close(other)
     registry.close()
@@ -800,9 +820,11 @@ def test_all_are_listed_but_those_that_are_not_there_yet() -> None:
         listed(regions, [gone], "registering")
 
 
-def test_the_new_one_of_a_name_is_listed() -> None:
-    old, new = region("r", RegionState.UNREGISTERING), region("r", RegionState.REGISTERED, 32)
-    assert listed([new], [old], "r") == listed([new], [old]) == [("r", 32)]
+def test_the_newest_of_a_name_is_listed() -> None:
+    oldest, old = (region("r", RegionState.UNREGISTERING, byte_size) for byte_size in (128, 64))
+    new = region("r", RegionState.REGISTERED, 32)
+    assert listed([new], [oldest, old], "r") == listed([new], [oldest, old]) == [("r", 32)]
+    assert listed([], [oldest, old], "r") == listed([], [oldest, old]) == [("r", 64)]
 
 
 def test_counts() -> None:
@@ -833,8 +855,8 @@ async def test_records_tell_apart_who_uses_which() -> None:
     registry = having([new], [old], [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
     found = json.loads(await registry.records(""))
     assert [(entry["byte_size"], entry["leases"], entry["workers"]) for entry in found] == [
-        (32, 2, ["worker-1"]),
         (64, 4, ["worker-0", "worker-1"]),
+        (32, 2, ["worker-1"]),
     ]
     with pytest.raises(NotFound, match="'x'"):
         await registry.records("x")
