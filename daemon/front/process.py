@@ -132,9 +132,9 @@ class Front(ABC):
         if self._serve.done():
             await self._serve_until_stopped(start)
         self.submitter.close()
-        await asyncio.sleep(0)  # connections that were cut end, and the traces of their requests
         self.tracer.close()
-        await asyncio.sleep(0)  # what was sent last leaves
+        while self._connection.waiting:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
         self._connection.close()
 
     async def _serve_until_stopped(self, start: Start) -> None:
@@ -181,7 +181,7 @@ class Front(ABC):
     async def drain(self, grace_ns: int) -> None:
         """Stops accepting connections, and ends each open connection once its client has all answers.
 
-        Connections that are still open after ``grace_ns`` nanoseconds are closed at once.
+        Connections that are still open after ``grace_ns`` nanoseconds are closed at once. Returns when all have ended.
         """
         now, connections = time.monotonic_ns(), self.open_connections
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
@@ -197,6 +197,9 @@ class Front(ABC):
             _log.warning("%d connections were cut at the end of the grace period", len(connections))
             for connection in list(connections):
                 connection.abort()
+            # Each leaves with its requests, whose traces end then: behind TLS some iterations later.
+            while connections:
+                await asyncio.sleep(_DRAIN_POLL_SECONDS)
         self._check.cancel()
 
     @abstractmethod

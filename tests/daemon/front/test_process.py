@@ -9,15 +9,19 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import uvloop
 
 from tensord.config.options import Options
+from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.front import process
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import StateAcknowledged, StatePublished
+from tensord.shm.record import decoder
 from tensord.shm.running_time import RunningTime
 
 # Its library makes a pipe with the first loop of a process, and keeps it.
@@ -122,3 +126,44 @@ def test_what_came_is_read_before_a_client_is_called_late(front: BusyFront, monk
     monkeypatch.setattr(process, "_CHECK_SECONDS", 0.05)
     uvloop.run(front.run_checks())
     assert front.checked[0]
+
+
+def test_connections_that_are_cut_have_ended_when_the_drain_has(front: BusyFront) -> None:
+    """Behind TLS their end takes some iterations, and it ends the traces of their requests."""
+
+    async def drained() -> None:
+        cut = Mock(**{"abort.side_effect": lambda: asyncio.get_running_loop().call_later(0.01, connections.clear)})
+        front.open_connections = connections = {cut}
+        front._acceptor = Mock(close=AsyncMock())  # type: ignore[assignment]
+        await front.drain(0)
+        assert not connections
+
+    uvloop.run(drained())
+
+
+def test_what_a_front_sends_last_is_read_by_the_supervisor(front: BusyFront) -> None:
+    """It is more than a socket holds, such as the spans of many requests that were cut."""
+    edges, count = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), 20_000
+    supervisor = Channel(edges[1], decoder(StateAcknowledged))
+    editions: list[int] = []
+
+    async def stopped() -> None:
+        loop = asyncio.get_running_loop()
+        front._connection = ControlChannel(Channel(edges[0], decoder(StatePublished)), Mock(), Mock())
+        front._started, front._serve, front._stop = (loop.create_future() for _ in range(3))
+        front._started.set_result(Mock())
+        front._stop.set_result(Mock())
+        front.submitter = Mock()
+        front.tracer = Mock(close=lambda: [front._connection.send(StateAcknowledged(each)) for each in range(count)])
+        running = asyncio.create_task(front.run())
+        while len(editions) < count:
+            if (received := supervisor.receive()) is None:
+                assert not running.done()
+                await asyncio.sleep(0.001)
+            else:
+                editions.extend(record.edition for record in received[0])
+        await running
+
+    uvloop.run(stopped())
+    assert editions == list(range(count))
+    supervisor.close()
