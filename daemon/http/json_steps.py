@@ -4,12 +4,15 @@ The text may be an array of numbers, an array of booleans, an array of strings, 
 The event loop can serve other connections between two pieces. No piece takes longer than about a millisecond.
 
 A piece of strings ends where a quotation mark, a comma and a quotation mark follow each other. If these characters are the
-string ",", the piece is no JSON. Then the piece is extended to the next place where such characters follow each other.
+string ",", the piece is no JSON. Then the piece is extended to the next place where such characters follow each other. Where
+there is none for long, the piece ends inside a string, between two of its characters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import struct
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -47,6 +50,7 @@ _BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic], msgspec.json
 }
 _FLAT = re.compile(rb'\[[ \t\r\n]*"')
 _SEPARATOR = re.compile(rb'"[ \t\r\n]*,[ \t\r\n]*(?=")')
+_LENGTH = struct.Struct("<I")
 _strings = msgspec.json.Decoder(list[str])
 _booleans = msgspec.json.Decoder(list[bool])
 
@@ -136,10 +140,12 @@ class JsonArray:
                 if values.min() < limits.min or values.max() > limits.max:
                     raise ValueError("out of range")
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError):
-            values = np.frombuffer(
-                json_data.flat(parse(text, lambda offset: self.offset + start + offset - 1), self.datatype, self.name),
-                dtype,
-            )
+            exact = parse(text, lambda offset: self.offset + start + offset - 1)
+            content = json_data.flat(exact, self.datatype, self.name)
+            if self.datatype == "BYTES":
+                # An array of strings begins with one.
+                raise json_data.of_wrong_kind(self.datatype) from None
+            values = np.frombuffer(content, dtype)
         if not len(values):
             raise InvalidArgument(f"failed to parse the request JSON buffer: Invalid value. at {self.offset + start}")
         return values
@@ -206,46 +212,74 @@ class JsonStrings:
 
         Raises InvalidArgument if ``self.text`` is no JSON array of exactly ``self.count`` strings.
         """
-        start, written, count = 1, 0, 0
+        start, written, count, last, is_open = 1, 0, 0, 0, False
         while start < len(self.text):
-            values, start = self._piece(start)
-            count += len(values)
+            goes_on = is_open
+            values, start, is_open = self._piece(start, b'["' if goes_on else b"[")
+            count += len(values) - goes_on
             if count > self.count:
                 raise InvalidArgument(json_data.MISMATCH)
             content = encoded(values)
+            if goes_on:
+                (more,) = _LENGTH.unpack_from(content)
+                _LENGTH.pack_into(place, last, written - last - _LENGTH.size + more)
+                content = content[_LENGTH.size :]
             place[written : written + len(content)] = content
             written += len(content)
+            if is_open and len(values) > goes_on:
+                last = written - _LENGTH.size - len(values[-1].encode())
             yield
-        if count != self.count:
+        if count != self.count or is_open:
             raise InvalidArgument(json_data.MISMATCH)
         return written
 
-    def _piece(self, start: int) -> tuple[list[str], int]:
+    def _piece(self, start: int, opening: bytes) -> tuple[list[str], int, bool]:
+        """Reads a piece of the text. Returns its strings, where the next piece begins, and whether the last string goes on there.
+
+        ``opening``: what the piece has before it, which is also a quotation mark if it begins inside a string.
+        """
         search = start + STRINGS_BYTE_SIZE
         for _ in range(2):
-            end, following = self._end_of_piece(search)
+            end, following = self._end_of_piece(start, search)
+            if end < 0:
+                return self._long_piece(start, opening)
             try:
-                return _strings.decode(b"[%b]" % bytes(self.text[start:end])), following
+                return _strings.decode(b"".join((opening, self.text[start:end], b"]"))), following, False
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 search = end
         # Not JSON, or not strings: the slow way says which, as of a small text, but not where in the whole text.
         try:
-            values = parse(b"[%b]" % bytes(self.text[start:end]))
+            values = parse(b"".join((opening, self.text[start:end], b"]")))
         except InvalidArgument as error:
             raise InvalidArgument(f"{error.message.rpartition(' at ')[0]} Input '{self.name}'") from error
         json_data.flat(values, "BYTES", self.name)
         raise json_data.of_wrong_kind("BYTES")
 
-    def _end_of_piece(self, search: int) -> tuple[int, int]:
-        while (found := _SEPARATOR.search(self.text, search)) is not None:
+    def _end_of_piece(self, start: int, search: int) -> tuple[int, int]:
+        """Returns where the piece ends and the next one begins; (-1, -1) if there is no end in the bytes behind ``search``."""
+        limit = search + PIECE_BYTE_SIZE
+        while (found := _SEPARATOR.search(self.text, search, limit)) is not None:
             mark = found.start()
-            backslashes = 0
-            while self.text[mark - 1 - backslashes] == 0x5C:
-                backslashes += 1
-            if backslashes % 2 == 0:
+            before = bytes(self.text[max(start, mark - 64) : mark])
+            if not before.strip(b"\\"):
+                before = bytes(self.text[start:mark])
+            if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
                 return mark + 1, found.end()
             search = mark + 1
-        return len(self.text) - 1, len(self.text)
+        return (-1, -1) if limit < len(self.text) else (len(self.text) - 1, len(self.text))
+
+    def _long_piece(self, start: int, opening: bytes) -> tuple[list[str], int, bool]:
+        """Does what ``_piece`` does where a long string begins or goes on: the piece ends inside of it."""
+        size = STRINGS_BYTE_SIZE + PIECE_BYTE_SIZE
+        for end in (start + size, start + 2 * size):
+            # Nothing is as long that must not be cut as the escapes of two surrogates.
+            for cut in range(end, end - 12, -1):
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    return _strings.decode(b"".join((opening, self.text[start:cut], b'"]'))), cut, True
+        raise InvalidArgument(
+            f"failed to parse the request JSON buffer: Invalid value, or more than {PIECE_BYTE_SIZE} bytes of text between "
+            f"strings. Input '{self.name}'"
+        )
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonBase64, JsonStrings
 from tensord.shm.arrays import byte_content
 from tensord.shm.errors import InvalidArgument
-from tests.daemon.http.heads import decode, filled
+from tests.daemon.http.heads import decode, filled, request_of, tensor
 from tests.generated import examples
 
 
@@ -50,6 +50,41 @@ def test_any_strings(some: list[str], ascii_only: bool) -> None:
     values = some * (PIECE_BYTE_SIZE // len(some) + 1)
     data = json.dumps(values, separators=(",", ":"), ensure_ascii=ascii_only)
     assert converted(data, len(values)) == wire(values)
+
+
+@pytest.mark.parametrize("kind", ["a", '"', "\\", "ä", "\U0001f600", '\\"\U0001f600', '",', " "])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_long_string_is_read_in_pieces(kind: str, ascii_only: bool) -> None:
+    values = ["short", kind * PIECE_BYTE_SIZE * 4, ",", "x" + kind * PIECE_BYTE_SIZE * 4, ","]
+    text = json.dumps(values, indent=40, ensure_ascii=ascii_only).encode()
+    source = JsonStrings(memoryview(text), "x", len(values))
+    place = bytearray(source.byte_size)
+    steps = source.fill(memoryview(place))
+    count = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            assert bytes(place[: end.value]) == wire(values)
+            break
+        count += 1
+    assert count > len(text) / (2 * PIECE_BYTE_SIZE)
+
+
+@pytest.mark.parametrize("wrong", ["\\q", "\\ud83d", "\n", '"x', '"', '",'])
+def test_what_is_wrong_in_a_long_string(wrong: str) -> None:
+    for at in (0, PIECE_BYTE_SIZE * 2, PIECE_BYTE_SIZE * 4 - 1):
+        text = "a" * at + wrong + "a" * (PIECE_BYTE_SIZE * 4 - at)
+        with pytest.raises(InvalidArgument, match=r"failed to parse the request JSON|does not match true shape"):
+            filled(JsonStrings(memoryview(f'["a", "{text}", "b"]'.encode()), "x", 3))
+
+
+def test_an_array_for_strings_that_does_not_begin_with_one() -> None:
+    blanks = " " * 40_000
+    head = request_of(tensor(datatype="BYTES", data="DATA")).replace(b'"DATA"', f'[{blanks},{blanks}"a"]'.encode())
+    ((_, _, _, source),) = decode(head, 0).inputs
+    with pytest.raises(InvalidArgument, match="as string"):
+        filled(source)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", ["1", "null", '["a"]', '"\\ud83d"', "x", ""])
