@@ -64,8 +64,8 @@ class Throttle:
         for content in record.contents:
             if type(content) is Slice:
                 size += content.byte_size
-        # What of the arena it takes, which is more than it is.
-        size = taken_by(key[0], size)
+        # What of the arena it takes, which is more than it is. What lies behind other blocks lies as in segment 0: in the reserve.
+        size = taken_by(0 if key[1] else key[0], size)
         account = (None if request is None else request.account) or self._nobody
         self._outstanding[worker.lane, key] = account, size, worker
         client, account.last = account.client, size

@@ -105,6 +105,24 @@ def test_a_connection_that_takes_nothing(setting: Setting) -> None:
     assert worker.leases == 0
 
 
+def test_small_answers_beside_a_full_segment_count_as_small(setting: Setting) -> None:
+    """Somebody else reads nothing, so that small answers come from the reserve: they hold up nobody's small answers."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    other, slow = Asker(setting, "10.0.0.2"), Asker(setting)
+    for _ in range(4):
+        other.ask()
+    assert len(answer(setting, worker, MIB // 4)) == 4
+    for _ in range(20):
+        slow.ask()
+    assert len(answer(setting, worker, 4096)) == 20
+    segments = {key[0] for _, key in slow.held}
+    assert (len(segments), 0 in segments) == (1, False)
+    for asker in (other, slow):
+        asker.take(len(asker.held))
+    assert slow.account.answers == 0
+
+
 def test_it_waits_no_longer_than_for_room(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
