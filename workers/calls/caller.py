@@ -204,10 +204,16 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes the function ``current`` return ``caller`` in the ``with`` block. Calls ``caller.port.ran``, if set, afterwards."""
+    """Makes the function ``current`` return ``caller`` in the ``with`` block. Calls ``caller.port.ran``, if set, afterwards.
+
+    Closes ``caller`` if the block raises.
+    """
     token = _current.set(caller)
     try:
         yield caller
+    except BaseException:
+        caller.close()
+        raise
     finally:
         _current.reset(token)
         if caller.port.ran is not None:

@@ -1,7 +1,7 @@
 """Serves calls from one model to another. Each call becomes a request in the queue of the called model.
 
-A call is cancelled when all requests for which it was made are cancelled. A call made for requests, to a model that this worker
-is still loading, waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest fails.
+A call is cancelled when all requests for which it was made are cancelled or answered. A call made for requests, to a model that
+this worker is still loading, waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest fails.
 
 A model may have started a thread that calls other models. The worker does not know whether the model waits for this thread. If
 a deadlock depends on such a call, the newest of its calls that is at least 5 s old fails.
@@ -10,7 +10,7 @@ a deadlock depends on such a call, the newest of its calls that is at least 5 s 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -262,11 +262,17 @@ class Calls:
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 
-    def cancelled(self, request: Request) -> None:
-        """Ends the calls that models made for a cancelled request. A call that also serves another request continues."""
-        waiting = [call for call in self._waiting if request in call.requests]
-        for call in [*self._of.get(request, ()), *waiting]:
-            if all(each.cancelled for each in call.requests):
+    def ended(self, requests: Sequence[Request]) -> None:
+        """Ends the calls that models made for requests that are cancelled or answered.
+
+        A call that also serves another request continues.
+        """
+        if not (self._of or self._waiting):
+            return
+        begun = [call for request in requests for call in self._of.get(request, ())]
+        waiting = [call for call in self._waiting if not set(requests).isdisjoint(call.requests)]
+        for call in begun + waiting:
+            if all(each.cancelled or each in requests or not each.is_open for each in call.requests):
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:

@@ -99,7 +99,7 @@ class Dispatcher:
         self.lane_answers = self._outbox.lane_answers
         self._cached = CachedAnswers(models, self._outbox, clock)
         self.responses = Responses(
-            options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.withdraw, self.agenda
+            options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.withdraw, self._ended, self.agenda
         )
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
@@ -267,7 +267,7 @@ class Dispatcher:
         self._changed(version)
         self.responses.cancelled(request)
         self.ensembles.cancel(request)
-        self.calls.cancelled(request)
+        self.calls.ended((request,))
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Handles the report that a client has taken bytes of a request's responses, so that the model may send more.
@@ -494,6 +494,7 @@ class Dispatcher:
         if version.cache is not None:
             self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
+        self.calls.ended(execution.requests)
         now_ns = self._clock()
         if execution.lost:
             lost = version.lose(execution.requests[0].slot.instance, now_ns)
@@ -504,6 +505,9 @@ class Dispatcher:
                 version.loaded.join_again(request)
             self._restore(version, execution.again)
         self.uncounted.append((version, execution, failed, now_ns))
+
+    def _ended(self, request: Request) -> None:
+        self.calls.ended((request,))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
         """Adds the runs that were answered since the last call to the statistics of their model versions. Returns the runs."""

@@ -519,7 +519,7 @@ class ResponseIterator:
             call.stop()
 
     def __del__(self) -> None:
-        # The called model goes on, and its responses are discarded.
+        # The called model goes on until the caller's request ends, and its responses are discarded.
         with contextlib.suppress(AttributeError):
             if self._call is not None:
                 self._call.abandon()

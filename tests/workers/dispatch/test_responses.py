@@ -59,13 +59,15 @@ class Bench:
         self.posted: list[Any] = []
         self.lane = ALane()
         self.submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, self.lane))
-        #: The requests of which a response could not be sent.
+        #: The requests of which a response could not be sent, and those that have ended.
         self.withdrawn: list[Request] = []
+        self.ended: list[Request] = []
         self.responses = self._responses(ARENAS)
 
     def _responses(self, arenas: Arenas) -> Responses:
         outbox, most = Outbox(arenas), 100 * MEBIBYTE
-        return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, self.withdrawn.append)
+        told = self.withdrawn.append, self.ended.append
+        return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, *told)
 
     def ask(self, request_id: int = 1) -> ResponseSender:
         request = request_of({}, version=self.version, submitter=self.submitter, request_id=request_id)
@@ -458,6 +460,70 @@ def rest(loop: WorkerLoop) -> list[WholeAnswer]:
         while (received := loop.front.receive()) is not None:
             answers += whole_answers(received)
     return answers
+
+
+#: Ways to leave a call of the endless model. It is kept, so that nobody but the worker ends it.
+_HOST = """
+    from tensord import models
+
+    host = True
+    inputs, outputs, kept = {"n": "INT32[1]"}, {"y": "INT32[w]"}, []
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            kept.append(models.stream("endless", inputs))
+            END
+        return apply, {}
+"""
+_TRITON = """
+    import triton_python_backend_utils as pb_utils
+
+    kept = []
+
+    class TritonPythonModel:
+        ASYNC def execute(self, requests):
+            (request,) = requests
+            n = pb_utils.get_input_tensor_by_name(request, "n")
+            asked = pb_utils.InferenceRequest(model_name="endless", requested_output_names=["y"], inputs=[n])
+            kept.append(asked.exec(decoupled=True))
+            END
+"""
+_ANSWERS = 'return [pb_utils.InferenceResponse([pb_utils.Tensor("y", n.as_numpy())])]'
+_FAILS = 'raise ValueError("no")'
+#: A thread of the model's own ends the request, after ``execute`` has returned.
+_LATER = """import threading
+            send, last = request.get_response_sender().send, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            threading.Timer(0.05, send, kwargs={"flags": last}).start()"""
+
+
+@pytest.mark.parametrize(
+    ("source", "end", "config", "fails"),
+    [
+        (_HOST, _FAILS, 'backend: "jax"', True),
+        (_HOST, 'return {"y": inputs["n"]}', 'backend: "jax"', False),
+        (_HOST, 'yield {"y": inputs["n"]}', 'backend: "jax"', False),
+        (_HOST, f'yield {{"y": inputs["n"]}}; {_FAILS}', 'backend: "jax"', True),
+        (_TRITON, _FAILS, fields("n INT32 1", "y INT32 -1"), True),
+        (_TRITON, _ANSWERS, fields("n INT32 1", "y INT32 -1"), False),
+        (_TRITON, _FAILS, _CONFIG, True),
+        (_TRITON, _LATER, _CONFIG, False),
+        (_TRITON.replace("ASYNC", "async"), _FAILS, _CONFIG, True),
+    ],
+)
+def test_a_call_ends_with_the_request_that_left_it(
+    loop: WorkerLoop, tmp_path: Path, source: str, end: str, config: str, fails: bool
+) -> None:
+    load_endless(loop, tmp_path, "endless")
+    write_model(tmp_path, "leaves", source.replace("END", end).replace("ASYNC ", ""), config)
+    loop.load(tmp_path / "leaves")
+    submit(loop, "leaves", 1)
+    assert loop.front.flush()
+    while not (answers := rest(loop)):
+        loop.worker.iterate()
+    assert (answers[-1].final, bool(answers[-1].code)) == (True, fails)
+    assert not loop.worker._dispatcher.calls._open
+    loop.tell(Unload("leaves", 1))
+    loop.hear(Unloaded)
 
 
 @pytest.mark.parametrize("model", ["endless", "rounds", "chain", "calls"])
