@@ -64,7 +64,7 @@ class Throttle:
         for content in record.contents:
             if type(content) is Slice:
                 size += content.byte_size
-        # What of the arena it takes, which is more than it is. What lies behind other blocks lies as in segment 0: in the reserve.
+        # What of the arena it takes, which is more than it is. Behind another block lies what is in segment 0 or the reserve.
         size = taken_by(0 if key[1] else key[0], size)
         account = (None if request is None else request.account) or self._nobody
         self._outstanding[worker.lane, key] = account, size, worker

@@ -1,7 +1,8 @@
 """Serves calls from one model to another. Each call becomes a request in the queue of the called model.
 
-A call is cancelled when all requests for which it was made are cancelled or answered. A call made for requests, to a model that
-this worker is still loading, waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest fails.
+A call is cancelled when all requests for which it was made are cancelled or answered. A call made for requests, to a model
+that this worker is still loading, waits for the load. Calls can deadlock: each waits until another one has ended. Then the
+newest fails.
 
 A model may have started a thread that calls other models. The worker does not know whether the model waits for this thread. If
 a deadlock depends on such a call, the newest of its calls that is at least 5 s old fails.
