@@ -11,16 +11,19 @@ A request is in one of four states, and in each of them somebody ends it:
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,7 +42,8 @@ from tensord_client.parameters import ModelParameters
 from tensord_client.worker_lane import ClientLane
 
 from tests.client.fake_service import FakeService
-from tests.daemon_process import PATIENCE, wait_until
+from tests.client.test_client import Server, usual
+from tests.daemon_process import PATIENCE, descriptors, wait_until
 from tests.generated import times
 
 #: Seconds after which a request is taken for one that never ends.
@@ -248,6 +252,50 @@ def test_what_is_dropped_before_it_begins_gives_its_connection_back(way: str) ->
                 asyncio.run(dropped())
         assert (connection._pool._in_use, len(connection._pool._line)) == (0, 0)
         connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize("way", ["lane", "http"])
+@pytest.mark.parametrize("under_way", [False, True])
+def test_an_asynchronous_client_that_nobody_closes_leaves_its_loop_nothing(
+    service: FakeService, tmp_path: Path, way: str, under_way: bool
+) -> None:
+    """With a request under way whose future nobody has either it does so once that is answered."""
+    server, go = Server(tmp_path / "http", lambda *asked: usual(*asked) if go.wait(PATIENCE) else None), threading.Event()
+
+    async def asked() -> None:
+        client = await tensord_client.connect_async(service.path if way == "lane" else server.address.path)
+        model = await client.model("m")
+        assert (await model(X))["y"].tolist() == [7]
+        if under_way:
+            service.silent()
+            go.clear()
+            model.submit(X)
+            await asyncio.sleep(0.01)
+
+    async def left() -> None:
+        loop: Any = asyncio.get_running_loop()
+        await asyncio.to_thread(int)
+        watched, open_ = set(loop._selector.get_map()), set(descriptors())
+        await asked()
+        service.back()
+        go.set()
+        deadline = time.monotonic() + PATIENCE
+        while set(loop._selector.get_map()) != watched or set(descriptors()) - open_ - kept():
+            assert time.monotonic() < deadline, (set(loop._selector.get_map()) ^ watched, descriptors())
+            gc.collect()
+            await asyncio.sleep(0.01)
+        with mock.patch.object(loop._selector, "select", wraps=loop._selector.select) as waits:
+            await asyncio.sleep(0.1)
+        assert waits.call_count < 4, "the loop has nothing to do but this"
+
+    def kept() -> set[str]:
+        """Those of the server, which sees the end of a connection later, and of the service."""
+        return {str(each.fileno()) for each in server._open}
+
+    go.set()
+    asyncio.run(left())
+    server.close()
 
 
 def test_a_worker_that_is_gone_before_its_lane_is_used(service: FakeService) -> None:
