@@ -261,7 +261,8 @@ def test_an_asynchronous_client_that_nobody_closes_leaves_its_loop_nothing(
     service: FakeService, tmp_path: Path, way: str, under_way: bool
 ) -> None:
     """With a request under way whose future nobody has either it does so once that is answered."""
-    server, go = Server(tmp_path / "http", lambda *asked: usual(*asked) if go.wait(PATIENCE) else None), threading.Event()
+    go = threading.Event()
+    server = Server(tmp_path / "http", lambda *asked: usual(*asked) if go.wait(PATIENCE) else None)
 
     async def asked() -> None:
         client = await tensord_client.connect_async(service.path if way == "lane" else server.address.path)
