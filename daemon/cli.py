@@ -25,7 +25,7 @@ from tensord.config.options import Options
 from tensord.daemon import flags, tables
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import MissingDevice, find_devices
-from tensord.daemon.processes.first_signals import FirstSignals
+from tensord.daemon.processes.signals import Signals
 from tensord.shm import device_names, trace_file
 from tensord.shm.errors import InvalidArgument, ServingError
 
@@ -73,10 +73,10 @@ def main() -> None:
 @click.pass_context
 def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again; --watch loads changed models again."""
-    first_signals = ctx.find_object(FirstSignals)
-    if first_signals is None:
-        first_signals = FirstSignals()
-        first_signals.watch()
+    signals = ctx.find_object(Signals)
+    if signals is None:
+        signals = Signals()
+        signals.watch()
     given = [*flags.settings(ctx), *(_WATCH if watch else ())]
     configured = layers.read(config, os.environ, given)
     options = configured.options
@@ -104,18 +104,18 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     from tensord.daemon.supervisor import Supervisor
 
     supervisor = Supervisor(
-        configured, lambda: layers.read(config, os.environ, given), os.environ, workers, first_signals=first_signals
+        configured, lambda: layers.read(config, os.environ, given), os.environ, workers, signals=signals
     )
 
     async def run() -> int:
         try:
             return await supervisor.run()
         finally:
-            first_signals.block()
+            signals.ignore()
 
     try:
-        if first_signals.came is not None:
-            _log.info("stopping: %s came while the daemon was started", first_signals.came.name)
+        if signals.came is not None:
+            _log.info("stopping: %s came while the daemon was started", signals.came.name)
             spawned.end(workers)
             sys.exit(0)
         status = asyncio.run(run())

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -48,12 +47,12 @@ from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device
-from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.process_slots import ProcessSlots, retried
 from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
+from tensord.daemon.processes.signals import Signals
 from tensord.daemon.processes.spawned import WORKER, Spawned
 from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.processes.worker_pool import Leftovers, Orphans, WorkerPool
@@ -111,7 +110,7 @@ class Supervisor:
         environment: Mapping[str, str],
         spawned: Sequence[tuple[Device, Spawned]],
         programs: Programs = Programs(),
-        first_signals: FirstSignals | None = None,
+        signals: Signals | None = None,
     ) -> None:
         """Creates the daemon's parts, and starts no process. The daemon's first workers run already.
 
@@ -121,7 +120,7 @@ class Supervisor:
           environment: the environment variables.
           spawned: the first workers. The caller owns them until the daemon's sockets are bound, and the supervisor after that.
           programs: the modules that child processes run.
-          first_signals: the object that has handled this process's signals so far. If it is None, a new one is made.
+          signals: the object that has handled this process's signals so far. If it is None, a new one is made.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
@@ -132,7 +131,7 @@ class Supervisor:
         #: Starts a task on the event loop. An exception in the task stops the daemon.
         self.spawn = self._tasks.spawn
         self._environment = environment
-        self._first_signals = first_signals or FirstSignals()
+        self._signals = signals or Signals()
         #: Returns a new incarnation: the number that identifies one child process for as long as the daemon runs.
         self.next_incarnation = itertools.count(1).__next__
         self._spawned = spawned
@@ -211,7 +210,6 @@ class Supervisor:
         Raises ListenError if a listening socket cannot be opened. Raises InvalidArgument if the configuration cannot be used.
         Raises OSError if the kernel has no file descriptor, memory or process id left when the daemon starts.
         """
-        loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
         if self.options.trace.otlp and not span_exporter.installed():
             raise InvalidArgument(span_exporter.NOT_INSTALLED)
@@ -226,11 +224,9 @@ class Supervisor:
             for opened in (self._clients, self.fronts, self._metrics, self._agent):
                 opened.close()
             raise
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._shutdown.signalled)
-        if self._first_signals.came is not None:
-            self._shutdown.signalled()
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._hang_up()))
+        self._signals.pass_on(
+            asyncio.get_running_loop(), self._shutdown.signalled, lambda: self._tasks.spawn(self._hang_up())
+        )
         control = ControlSocket(self.options.supervisor, self._environment, OperatorCommands(self, self._operations))
         try:
             await self._metrics.open()

@@ -4,19 +4,19 @@ import os
 import sys
 from pathlib import Path
 
-from tensord.daemon.processes.first_signals import FirstSignals
+from tensord.daemon.processes.signals import Signals
 
 _ROOT = str(Path(__file__).parents[1])
 
 
 def run() -> None:
     """Runs the command ``tensord``."""
-    first_signals = FirstSignals()
+    signals = Signals()
     if "serve" in sys.argv[1:2]:
-        first_signals.watch()
+        signals.watch()
     from tensord.daemon.cli import main
 
-    main(prog_name="tensord", obj=first_signals if "serve" in sys.argv[1:2] else None)
+    main(prog_name="tensord", obj=signals if "serve" in sys.argv[1:2] else None)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ OURS = {
             "shm.errors",
             "shm.messages",
             "daemon.cli",
-            "daemon.processes.first_signals",
+            "daemon.processes.signals",
             "daemon.ctl",
         ),
         *(
