@@ -48,8 +48,8 @@ class ModelReady(Record, frozen=True, tag="c.isready"):
     """Asks the supervisor or a worker whether a model version is served and ready. The reply is JSON, true or false.
 
     ``version`` 0 means the newest version that is served. If the model's code has ``is_ready()``, the worker calls it, and the
-    supervisor asks all workers that serve the version. ``awaits``: a worker asks, and the supervisor replies when that worker
-    is not to load the version any more after others.
+    supervisor asks all workers that serve the version. ``awaits``: a worker asks for a request, and the supervisor replies when
+    that worker is not to load the version any more after others, and with Unavailable if the version is given up for now.
     """
 
     name: str

@@ -52,13 +52,13 @@ class DaemonOperations:
         reply.check()
         return reply.result
 
-    def is_ready(self, name: str, version: int, awaits: bool, answered: Callable[[bool], None]) -> None:
+    def is_ready(self, name: str, version: int, awaits: bool, answered: Callable[[Reply], None]) -> None:
         """Asks the daemon whether any worker serves a version of a model. Version 0 stands for any version.
 
-        The worker's event loop later calls ``answered`` with the result, or with False if the daemon replies with an error.
+        The worker's event loop later calls ``answered`` with the daemon's reply.
         ``awaits``: if this worker is to load the version after others, the daemon replies once it was sent the load.
         """
-        self._ask(ModelReady(name, version, awaits), False, lambda reply: answered(reply.result == b"true"))
+        self._ask(ModelReady(name, version, awaits), False, answered)
 
     def _ask(
         self, operation: LoadModel | UnloadModel | ModelReady, waits: bool, answered: Callable[[Reply], None]

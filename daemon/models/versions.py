@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tensord.config.model_config import with_gpus_of
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Load, Loaded, ModelState, VersionTraits
+from tensord.shm.errors import Unavailable
 
 
 class IndexState(enum.Enum):
@@ -183,6 +184,13 @@ def member_given_up(models: Mapping[str, ModelEntry], version: VersionEntry) -> 
             return ""
         found = found or f"model '{name}': {given_up[-1]}"
     return found
+
+
+def check_given_up(models: Mapping[str, ModelEntry], name: str, number: int) -> None:
+    """Raises Unavailable, with the reason, if a model is not loaded before its next try. ``number``: a version, or 0 for any."""
+    if reasons := [version.given_up for version in named(models, name, number or -1) if version.given_up]:
+        of = f"'{name}'{f' version {number}' if number else ''}"
+        raise Unavailable(f"model {of} cannot be served now: {'; '.join(reasons)}")
 
 
 def named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:

@@ -12,7 +12,7 @@ import msgspec
 
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models.changes import Models
-from tensord.daemon.models.versions import IndexState
+from tensord.daemon.models.versions import IndexState, check_given_up
 from tensord.daemon.operator import listings
 from tensord.daemon.operator.audit import Audit
 from tensord.daemon.parameters.pushes import Parameters
@@ -135,8 +135,11 @@ class Operations:
             case LoadModel():
                 with self._models.ensembles.waits.waiting(operation.within, operation.name):
                     await self._models.load(operation)
-            case ModelReady(name, version, _):
-                return msgspec.json.encode(await self._is_ready(name, version))
+            case ModelReady(name, version, awaits):
+                ready = await self._is_ready(name, version)
+                if awaits and not ready:
+                    check_given_up(self._models.lifecycle.models, original(name)[0], version)
+                return msgspec.json.encode(ready)
             case UnloadModel(name, dependents):
                 self._models.unload(name, dependents)
             case RepositoryIndex(ready, detailed):

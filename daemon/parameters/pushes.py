@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options
 from tensord.daemon.control import open_files
-from tensord.daemon.models.versions import IndexState, VersionEntry
+from tensord.daemon.models.versions import IndexState, VersionEntry, check_given_up
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.daemon.parameters.turn import Turn
@@ -238,10 +238,8 @@ class Parameters:
         ]
         if found := served or [n for n, version in asked.items() if version.state is IndexState.LOADING]:
             return max(found)
-        of = f"'{model}'{f' version {number}' if number else ''}"
-        if reasons := [version.given_up for version in asked.values() if version.given_up]:
-            raise Unavailable(f"model {of} cannot be served now: {'; '.join(reasons)}")
-        raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
+        check_given_up(models, model, number)
+        raise NotFound(f"{UNKNOWN_MODEL}'{model}'{f' version {number}' if number else ''} is not ready")
 
     def _serving(self, key: VersionKey, leaving: bool = False) -> list[WorkerProcess]:
         """Returns the workers that serve a version, or if ``leaving`` is True are unloading it, and are not stopping."""

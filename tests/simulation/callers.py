@@ -45,7 +45,7 @@ _DEEP = 1_000_000
 _CHAIN, _CIRCLE, _END = _DEEP, 2 * _DEEP, 3 * _DEEP
 _WAITS_FOR_ITSELF = "waits for itself (p -> q -> p)"
 #: The error message of a call to a model that no worker serves; the group is the model's name.
-_MISSING = re.compile(r"Model '([a-z]+)' is not ready\.(?! Other workers)")
+_MISSING = re.compile(r"[Mm]odel '([a-z]+)' (?:is not ready\.(?! Other workers)|cannot be served now: )")
 
 
 @dataclasses.dataclass(frozen=True)

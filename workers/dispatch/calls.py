@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
+from tensord.shm.control_records import Reply
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 from tensord.workers.calls.call import ModelCall
@@ -287,23 +288,23 @@ class Calls:
             found.refused = True
             self._end(found, Internal(f"model '{found.prepared.model}' waits for itself ({names}): {why}"))
 
-    def _begin(self, call: ModelCall, elsewhere: bool | None = None) -> None:
-        """Begins a call. ``elsewhere``: whether the daemon serves its model, where this worker is to load it no more."""
+    def _begin(self, call: ModelCall, said: Reply | None = None) -> None:
+        """Begins a call. ``said``: the daemon's reply whether it serves the model, where this worker is to load it no more."""
         call.began_ns = now_ns = self._clock()
         try:
             inner = self._made(call, now_ns)
         except NotFound as error:
             # What a model calls while it is loaded itself may be loaded after it.
             coming = bool(call.requests) and self._models.is_coming(call.prepared.model, call.prepared.version)
-            if not coming and (elsewhere is not None or self.daemon is None):
+            if not coming and (said is not None or self.daemon is None):
                 call.refused = True
-                call.answered(_not_here(call, error) if elsewhere else error.with_traceback(None), True)
+                call.answered(_not_here(call, error.with_traceback(None), said), True)
                 return
             self._waiting[call] = None
             call.caller.in_flight += 1
             if not coming and self.daemon is not None:
-                said = partial(self._said, call)
-                self.daemon.is_ready(call.prepared.model, call.prepared.version, bool(call.requests), said)
+                answered = partial(self._said, call)
+                self.daemon.is_ready(call.prepared.model, call.prepared.version, bool(call.requests), answered)
             return
         except ServingError as error:
             call.refused = True
@@ -337,11 +338,11 @@ class Calls:
             call.caller.in_flight -= 1
             self._begin(call)
 
-    def _said(self, call: ModelCall, elsewhere: bool) -> None:
+    def _said(self, call: ModelCall, reply: Reply) -> None:
         if call in self._waiting:
             del self._waiting[call]
             call.caller.in_flight -= 1
-            self._begin(call, elsewhere)
+            self._begin(call, reply)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
         caller, prepared = call.caller, call.prepared
@@ -448,7 +449,11 @@ class Calls:
         return f"<Calls {len(self._open)} under way>"
 
 
-def _not_here(call: ModelCall, error: NotFound) -> NotFound:
+def _not_here(call: ModelCall, error: NotFound, said: Reply | None) -> ServingError:
+    if said is not None and said.code == Unavailable.code:
+        return Unavailable(said.message)
+    if said is None or said.result != b"true":
+        return error
     return NotFound(
         f"{error.message} Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; "
         "models with the same parameter tensord_together are on one worker, and a model that is isolated is on its own."

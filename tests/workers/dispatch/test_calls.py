@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from tensord.shm.control_records import ControlCall, Reply
@@ -107,11 +108,14 @@ def test_a_call_of_a_model_that_does_not_come(loop: WorkerLoop, tmp_path: Path) 
     write_model(tmp_path, FIRST, CALLS.replace("MODEL", MIDDLE))
     loop.load(tmp_path / FIRST)
     (tmp_path / FIRST / "open").touch()
-    for elsewhere, end in (
-        (b"true", "calls stay in the worker of their caller, 'first'"),
-        (b"false", "'middle' is not ready."),
+    given_up = "model 'middle' cannot be served now: 2 worker processes died while loading it"
+    for reply, code, end in (
+        (Reply(0, result=b"true"), "NOT_FOUND", "calls stay in the worker of their caller, 'first'"),
+        (Reply(0, result=b"false"), "NOT_FOUND", "'middle' is not ready."),
+        (Reply(0, "UNAVAILABLE", given_up), "UNAVAILABLE", given_up),
     ):
         loop.submit(FIRST, [_tensor(3.0)])
         assert loop.front.flush()
-        loop.tell(Reply(loop.hear(ControlCall).call_id, result=elsewhere))
-        assert end in loop.answers(1)[0].message
+        loop.tell(msgspec.structs.replace(reply, call_id=loop.hear(ControlCall).call_id))
+        (answer,) = loop.answers(1)
+        assert (answer.code, end in answer.message) == (code, True)
