@@ -51,8 +51,7 @@ KINDS = {
     "restart": 0.3,
 }
 
-#: The events by which the daemon ends. In half of the runs there are none of them; the others have none of ``REGIONS``, as
-#: nobody takes note of what regions a daemon had that has died.
+#: The events by which the daemon ends. In half of the runs there are none of them; half of the others have none of ``REGIONS``.
 ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting", "restart")
 
 REGIONS = ("ask in regions", "region")
@@ -89,12 +88,17 @@ def ends(seed: int) -> bool:
     return random.Random(f"ends {seed}").random() < 0.5
 
 
+def has_regions(seed: int) -> bool:
+    """Returns whether clients have regions."""
+    return not ends(seed) or random.Random(f"regions {seed}").random() < 0.5
+
+
 def plan(seed: int) -> Iterator[Event]:
     """Yields the events that a seed stands for, without end."""
     chance = random.Random(f"plan {seed}")
     # Some runs are calm, and some have one kind of trouble only.
     kinds = {kind: weight * chance.choice((0, 0.3, 1, 1, 3)) for kind, weight in KINDS.items()}
-    kinds |= dict.fromkeys(REGIONS if ends(seed) else ENDS, 0)
+    kinds |= dict.fromkeys((*(() if has_regions(seed) else REGIONS), *(() if ends(seed) else ENDS)), 0)
     if not ends(seed) and chance.random() < 0.5:
         kinds |= dict.fromkeys(DEATHS, 0)
     kinds["ask"], kinds["load"] = max(kinds["ask"], 10), max(kinds["load"], 0.5)

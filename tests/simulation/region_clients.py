@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.simulation.processes import FrontProcess, WorkerProcess
-from tests.simulation.regions import PAGE, PREFIX, SNAPSHOT, Call, File, Place, Registrations, Use, inputs_of, meet
+from tests.simulation.regions import ASKED, PAGE, PREFIX, SNAPSHOT, Call, File, Place, Registrations, Use, inputs_of, meet
 
 if TYPE_CHECKING:
     from tests.simulation.clients import Ask, Clients
@@ -82,13 +82,17 @@ class RegionClients:
         #: The calls that have no answer yet; and those that unregister all.
         self.open: dict[Call, None] = {}
         self._alls: list[Call] = []
+        #: Since when the processes of the daemon before are dead; 0: there was none.
+        self._begun_ns = 0
         #: What is in the names of all its objects.
         self.prefix = f"{os.getpid():08}-{next(_NUMBERS):06}-"
 
     def _ranges(self, use: Use) -> Iterator[tuple[File, int, int]]:
         """Yields the ranges of objects that a request may write to: object, begin, size."""
+        if use.ask.front.started_ns < self._begun_ns:
+            return
         for place in use.outputs.values():
-            since_ns = max(use.ask.begun_ns, self._quiet_ns.get(place.region, 0))
+            since_ns = max(use.ask.begun_ns, self._quiet_ns.get(place.region, 0), self._begun_ns)
             for call in self._in_force.candidates(place.region, since_ns):
                 size = min(place.byte_size, call.byte_size - place.offset)
                 if size > 0:
@@ -242,7 +246,7 @@ class RegionClients:
         if use.disturbed:
             return False
         for place in use.places:
-            call = self._in_force.certain(place.region, since_ns)
+            call = self._in_force.certain(place.region, since_ns, use.ask.front)
             if call is None or call is not place.call or len(call.files) != 1 or call.files[0].was_short(since_ns):
                 return False
         return True
@@ -269,7 +273,7 @@ class RegionClients:
                 self._scheduler.defect(
                     f"{ask} is answered, and region '{place.region}' had been unregistered before it was asked"
                 )
-            call = self._in_force.certain(place.region, ask.begun_ns)
+            call = self._in_force.certain(place.region, ask.begun_ns, ask.front)
             if call is None or call is not place.call or use.wrong:
                 continue
             end = call.offset + place.offset + ask.size * 8
@@ -317,7 +321,8 @@ class RegionClients:
         use = ask.use
         assert use is not None
         use.closed_ns = self._scheduler.clock.now_ns
-        if outcome in ("answered", "was not taken") or (outcome == "error" and not use.doubtful):
+        over = ask.front.started_ns < self._begun_ns
+        if outcome in ("answered", "was not taken") or (outcome == "error" and not use.doubtful) or over:
             ranges = list(self._ranges(use))
             del self._uses[ask.number]
             if outcome == "answered" and use.read:
@@ -529,7 +534,8 @@ class RegionClients:
         """Judges the answer to a call."""
         now_ns = self._scheduler.clock.now_ns
         self.open.pop(call, None)
-        call.error, call.ended_ns = error, now_ns
+        # What a daemon has answered that has ended since was true until its end.
+        call.error, call.ended_ns = error, call.gone_ns or now_ns
         self._scheduler.tell(f"{call} is answered: {error or self._said(call)}")
         self._clients.counts[f"{call.kind} of a region{' failed' * bool(error)}"] += 1
         if error:
@@ -557,6 +563,7 @@ class RegionClients:
         if (
             call.kind == "unregister"
             and call.done
+            and not call.gone_ns
             and call.model in self.names
             and self._scheduler.chance.random() < 0.7
         ):
@@ -571,6 +578,8 @@ class RegionClients:
 
     def _why_failed(self, call: Call, error: str) -> str:
         clients, since_ns = self._clients, call.begun_ns
+        if call.gone_ns:
+            return "the daemon has ended"
         if clients.history.lacked_for(error, since_ns):
             return "there was no descriptor"
         if call.kind == "status":
@@ -628,7 +637,7 @@ class RegionClients:
 
     def _may_be_used(self, name: str, down: Call) -> bool:
         """Returns whether a request that was asked before a region was unregistered may use it, or may have used it then."""
-        return any(
+        return not down.of_daemon and any(
             not use.closed_ns or use.doubtful or use.closed_ns >= down.begun_ns
             for use in self._known
             if use.ask.begun_ns < down.ended_ns and any(place.region == name for place in use.places)
@@ -666,6 +675,37 @@ class RegionClients:
     def pending(self) -> list[Call]:
         """Returns the calls that have no answer yet."""
         return [call for call in self.open if call.front.alive]
+
+    # --------------------------------------------------------------------------------------------------- another daemon
+
+    def daemon_ended(self) -> None:
+        """Notes that the daemon has ended, and that its processes are about to."""
+        self._in_force.daemon_ended(self._scheduler.clock.now_ns)
+        self.open.clear()
+
+    def daemon_begins(self) -> None:
+        """Notes that the next daemon begins, which knows no region, and that nobody is there who could write to one."""
+        self.check()
+        for use in list(self._uses.values()):
+            for file, at, size in self._ranges(use):
+                file.adopt(at, size)
+            if use.closed_ns:
+                del self._uses[use.ask.number]
+        self._begun_ns = self._scheduler.clock.now_ns
+        self._in_force.daemon_begins(self._begun_ns)
+        self._known = [use for use in self._known if not use.closed_ns]
+        self._retired.clear()
+        self.check()
+
+    def opened(self, front: FrontProcess) -> None:
+        """Has clients that had regions at the daemon before ask a front with these, and register them again."""
+        chance = random.Random(f"{front} {self._scheduler.clock.now_ns}")
+        for name in self.names if self._begun_ns else ():
+            if chance.random() < 0.3:
+                self._clients.ask(front, chance.choice(ASKED), 1, places=chance)
+            done = [call for call in self._in_force.of(name) if call.kind == "register" and call.done]
+            if done and chance.random() < 0.4 and not any(call.model in (name, "") for call in self.open):
+                self._register(name, done[-1].files[-1], [front], chance, done[-1])
 
     # ------------------------------------------------------------------------------------------------------------ the end
 

@@ -14,6 +14,7 @@ from tests.simulation.history import Change
 
 if TYPE_CHECKING:
     from tests.simulation.clients import Ask
+    from tests.simulation.processes import FrontProcess
 
 #: A model with two inputs and two outputs, of which each is as the other models' is; requests run together.
 MODEL = "m"
@@ -121,8 +122,12 @@ class Call(Change):
     files: list[File] = field(default_factory=list)
     #: What is said of regions: by name, key, offset and size.
     listed: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    #: Who asks cares for the end of its name.
-    connection: Any = None
+    #: The daemon's end, by which all its regions go.
+    of_daemon: bool = False
+
+    def is_behind(self, front: FrontProcess) -> bool:
+        """Returns whether it can be nothing to what a front has answered: that, or its daemon, had ended before."""
+        return (self.of_daemon and self.begun_ns > front.started_ns) or 0 < front.ended_ns < self.begun_ns
 
     @property
     def goes(self) -> bool:
@@ -236,6 +241,22 @@ class Registrations:
     def of(self, name: str) -> list[Call]:
         return self._calls.setdefault(name, [])
 
+    def daemon_ended(self, now_ns: int) -> None:
+        """Notes that everything ends that was registered and that is under way: once the daemon's processes are dead."""
+        for name, calls in self._calls.items():
+            for call in calls:
+                if call.error is None and not call.of_daemon:
+                    call.error, call.ended_ns = "the daemon has ended", now_ns
+                call.gone_ns = call.gone_ns or now_ns
+            if calls and not calls[-1].of_daemon:
+                calls.append(Call("unregister", name, 0, now_ns + 1, None, of_daemon=True))
+
+    def daemon_begins(self, now_ns: int) -> None:
+        """Notes that the processes of the daemon before are dead."""
+        for calls in self._calls.values():
+            if calls and calls[-1].of_daemon and not calls[-1].done:
+                calls[-1].error, calls[-1].ended_ns = "", max(now_ns, calls[-1].begun_ns)
+
     def candidates(self, name: str, since_ns: int) -> list[Call]:
         """Returns the registrations that the name may have stood for at some time since then."""
         calls = self.of(name)
@@ -252,9 +273,12 @@ class Registrations:
             found.append(call)
         return found
 
-    def certain(self, name: str, since_ns: int) -> Call | None:
-        """Returns the registration that the name has stood for at any time since then; None: nobody knows."""
-        calls = self.of(name)
+    def certain(self, name: str, since_ns: int, front: FrontProcess | None = None) -> Call | None:
+        """Returns the registration that the name has stood for at any time since then; None: nobody knows.
+
+        ``front``: as long as this front was there, and its daemon's workers, whatever has happened later.
+        """
+        calls = [call for call in self.of(name) if front is None or not call.is_behind(front)]
         registered = [call for call in calls if call.kind == "register" and call.ended_before(since_ns)]
         last = max(registered, key=lambda call: call.begun_ns, default=None)
         if last is None or any(

@@ -30,7 +30,7 @@ from tensord.shm.errors import ServingError, Unavailable
 from tests.simulation import callers, ensembles, regions, rounds, sequences, streamed
 from tests.simulation.clients import MOST_BODY, WORKER_WAIT, Clients
 from tests.simulation.daemon import Daemon
-from tests.simulation.events import TROUBLES, Event, ends
+from tests.simulation.events import TROUBLES, Event, has_regions
 from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import History
 from tests.simulation.http_clients import HttpConnection
@@ -109,8 +109,7 @@ class World:
         #: The models' files, beside which the clients' socket is.
         self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
-        #: Nobody knows what regions a daemon had that has died: so clients have some where none dies.
-        self._has_regions = not ends(seed)
+        self._has_regions = has_regions(seed)
         besides = random.Random(f"models {seed}")
         #: The models of this run besides those of all runs.
         self._besides = [name for names in BESIDES.values() if besides.random() < 0.5 for name in names]
@@ -175,6 +174,7 @@ class World:
         self._drains = 0
         self._keeper = Keeper(self.daemon, self.history, folder)
         self._keeper.on_end = self._daemon_ended
+        self._keeper.on_begin = self.clients.regions.daemon_begins
 
     # ----------------------------------------------------------------------------------------------------- what happens
 
@@ -402,6 +402,7 @@ class World:
         """Notes that nobody awaits the end of a drain any more, because the daemon has ended."""
         self._drains = 0
         self._troubled()
+        self.clients.regions.daemon_ended()
 
     def _kill(self, process: ChildProcess) -> None:
         self.scheduler.tell(f"{process} is killed")
@@ -416,6 +417,7 @@ class World:
         if self._began and not self.clients.stopped_ns:
             for model in ASKED:
                 self.clients.ask(front, model, 1)
+            self.clients.regions.opened(front)
 
     def _write(self, model: str) -> int:
         """Writes new files of a model. Returns their number."""
