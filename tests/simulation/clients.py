@@ -316,6 +316,8 @@ class Clients:
                 sequence.former, sequence.route = sequence.route, self.network.route(front)
             connection = item.connection = sequence.route
         item.front, item.sent_ns = connection.front, 0
+        if isinstance(item, regions.Call):
+            item.connection = connection
         if isinstance(item, Ask):
             # How it was asked before says nothing of how it will be.
             item.endpoint, item.wrong, item.timeout, item.marked, item.got = "", "", None, False, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 #: How often what happens, beside each other.
 KINDS = {
@@ -55,6 +56,8 @@ KINDS = {
 ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting", "restart")
 
 REGIONS = ("ask in regions", "region")
+#: The events of clients that hand memory over, and of whom regions go with; and how often one comes behind another event.
+OWNERS, _OWNED = ("owner", "owner", "owner", "end owner"), 0.06
 #: Events that kill workers and fronts. Half of the runs with regions have none of them, so that most requests are answered.
 DEATHS = (
     "deadly ask",
@@ -93,6 +96,19 @@ def has_regions(seed: int) -> bool:
     return not ends(seed) or random.Random(f"regions {seed}").random() < 0.5
 
 
+def has_owners(seed: int) -> bool:
+    """Returns whether clients hand over memory, and regions may go with whom they belong to."""
+    return has_regions(seed) and random.Random(f"owners {seed}").random() < 0.4
+
+
+def reclaim(seed: int) -> Literal["never", "owner", "connection"]:
+    """Returns with whom regions go."""
+    drawn: Literal["never", "owner", "connection"] = random.Random(f"reclaim {seed}").choice(
+        ("never", "owner", "connection")
+    )
+    return drawn if has_owners(seed) else "never"
+
+
 def plan(seed: int) -> Iterator[Event]:
     """Yields the events that a seed stands for, without end."""
     chance = random.Random(f"plan {seed}")
@@ -105,6 +121,9 @@ def plan(seed: int) -> Iterator[Event]:
     if chance.random() < 0.3:
         kinds["unload"] = 0
     mean = chance.choice((3, 10, 30))
+    own = random.Random(f"events of owners {seed}") if has_owners(seed) else None
     while True:
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         yield Event(int(chance.expovariate(1 / mean)), kind, chance.randrange(1 << 30))
+        if own is not None and own.random() < _OWNED:
+            yield Event(int(own.expovariate(1 / mean)), own.choice(OWNERS), own.randrange(1 << 30))

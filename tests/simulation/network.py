@@ -212,6 +212,7 @@ class Connection:
         self.client.closed(self, self.sock)
         if self.sock is not None:
             self.sock.close()
+        self.clients.regions.owners.note_ends()
 
     def rest(self, seconds: float) -> None:
         """Has its client read nothing for so long from now on; a rest that has begun goes on, and may end earlier."""
@@ -292,6 +293,7 @@ class NetworkClient(Process):
 
     def opened(self, connection: Connection, sock: socket.socket) -> None:
         self.connections[sock.fileno()] = connection
+        self.clients.regions.owners.opened(self, sock)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def closed(self, connection: Connection, sock: socket.socket | None) -> None:
@@ -344,6 +346,7 @@ class NetworkClient(Process):
         self.alive = False
         for connection in self.all():
             connection.close()
+        self.clients.regions.owners.client_ended(self)
         self._epoll.close()
         self.scheduler.wake()
 

@@ -22,15 +22,18 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.simulation.owners import Owner, Owners
 from tests.simulation.processes import FrontProcess, WorkerProcess
 from tests.simulation.regions import ASKED, PAGE, PREFIX, SNAPSHOT, Call, File, Place, Registrations, Use, inputs_of, meet
+from tests.simulation.scheduler import SECOND
 
 if TYPE_CHECKING:
+    from tensord.daemon.regions.region_registry import RegionRegistry
     from tests.simulation.clients import Ask, Clients
 
 _NUMBERS = itertools.count()
@@ -82,6 +85,7 @@ class RegionClients:
         #: The calls that have no answer yet; and those that unregister all.
         self.open: dict[Call, None] = {}
         self._alls: list[Call] = []
+        self.owners: Owners
         #: Since when the processes of the daemon before are dead; 0: there was none.
         self._begun_ns = 0
         #: What is in the names of all its objects.
@@ -122,11 +126,13 @@ class RegionClients:
                 self._scheduler.defect(f"byte {at} of {file} has changed, and no request may write there")
                 return
 
-    def _make(self, key: str, chance: random.Random) -> File:
-        file = File(next(self._numbers), key, chance.choice((1, 16, 16, 16)), chance)
+    def add(self, kind: type[File], key: str, chance: random.Random) -> File:
+        """Makes an object."""
+        file = kind(next(self._numbers), key, chance.choice((1, 16, 16, 16)), chance)
         self.files.append(file)
         self._scheduler.tell(
             f"{file} of {len(file.double)} bytes is made{', not to be mapped' * key.startswith(SNAPSHOT)}"
+            f"{', sealed' * file.sealed}"
         )
         return file
 
@@ -136,6 +142,7 @@ class RegionClients:
     def _drop_files(self) -> None:
         """Gives up objects of which no region is left and to which nobody writes."""
         used = {file for name in self.names for call in self._in_force.of(name) for file in call.files}
+        used |= {file for use in self._uses.values() for file, _, _ in self._ranges(use)}
         for file in [file for file in self.files if file not in used][:-_MOST_FILES]:
             self.files.remove(file)
             file.unlink()
@@ -199,8 +206,7 @@ class RegionClients:
         self._spoil(chance.choice(use.places), ask.front, chance)
 
     def _draw(self, ask: Ask, use: Use, name: str, chance: random.Random) -> Place:
-        calls = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
-        call = calls[-1] if calls else None
+        call = self.last(name)
         if call is None:
             return Place(name, chance.choice((0, 64)), ask.size * 8, None)
         if ask.size * 8 > call.byte_size // chance.choice((3, 100, 100, 100)) and not use.places:
@@ -227,6 +233,11 @@ class RegionClients:
             self._cut(place.file, chance)
         elif drawn < 0.08 and not any(call.model in (place.region, "") for call in self.open):
             self.call("unregister", place.region, [front], chance)
+
+    def last(self, name: str) -> Call | None:
+        """Returns the registration of a name that was asked for last, and was not refused."""
+        calls = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
+        return calls[-1] if calls else None
 
     def _cut(self, file: File, chance: random.Random) -> None:
         self._resize(file, min(len(file.double), chance.choice((0, 0, file.full_size // 2))))
@@ -292,6 +303,7 @@ class RegionClients:
 
     def excuse(self, ask: Ask, code: str, message: str) -> bool:
         """Returns whether an error of a request may come of its regions."""
+        self.owners.note_ends()
         use, since_ns = ask.use, ask.begun_ns
         assert use is not None
         use.doubtful |= code == "DEADLINE_EXCEEDED"
@@ -342,9 +354,9 @@ class RegionClients:
     def begin(self, fronts: list[FrontProcess], chance: random.Random) -> None:
         """Registers some regions, mostly."""
         for _ in range(chance.choice((0, 1, 2, 2)) if fronts else 0):
-            self._register(self._new_name(), self._new_file(chance), fronts, chance)
+            self._register(self.new_name(), self._new_file(chance), fronts, chance)
 
-    def _new_name(self) -> str:
+    def new_name(self) -> str:
         name = f"r{next(self._numbers)}"
         self.names.append(name)
         self._in_force.of(name).extend(each for each in self._alls if not each.ended_ns)
@@ -372,18 +384,20 @@ class RegionClients:
                 self._change_object(chance)
             return
         if len(self.names) < 2 or (len(self.names) < _MOST_NAMES and chance.random() < 0.3):
-            self._register(self._new_name(), self._new_file(chance), fronts, chance)
+            self._register(self.new_name(), self._new_file(chance), fronts, chance)
             return
         if not free or chance.random() < 0.1:
             free = self.names
         elif lacking := [name for name in free if not self._is_whole(name, now_ns)]:
             free = lacking if chance.random() < 0.6 else free
         name = chance.choice(free)
-        known = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
-        call = known[-1] if known else None
+        call = self.last(name)
         is_up = self._in_force.is_up(name, now_ns) is not None
         doing = _IF_UP if self._is_whole(name, now_ns) else _IF_CUT if is_up else _IF_DOWN
+        is_sealed = call is not None and call.files[-1].sealed
         match chance.choices(list(doing), list(doing.values()))[0]:
+            case "again" | "replace" if is_sealed:
+                self.owners.happen(chance)
             case "new":
                 self._register(name, self._new_file(chance), fronts, chance)
             case "again" if call is not None:
@@ -430,7 +444,8 @@ class RegionClients:
 
     def _is_worn(self, name: str) -> bool:
         calls = self._in_force.of(name)
-        lost = any(call.error is None and call not in self.open and call.kind != "status" for call in calls)
+        asked = (call for call in calls if call.kind in ("register", "unregister") and not call.of_daemon)
+        lost = any(call.error is None and call not in self.open for call in asked)
         doubtful = [
             use for use in self._uses.values() if use.doubtful and any(each.region == name for each in use.places)
         ]
@@ -447,10 +462,16 @@ class RegionClients:
         self._drop_files()
         if (linked := [file for file in self.files if file.linked]) and chance.random() < 0.3:
             return chance.choice(linked)
-        return self._make(self._new_key(chance), chance)
+        return self.add(File, self._new_key(chance), chance)
 
     def _register(
-        self, name: str, file: File, fronts: list[FrontProcess], chance: random.Random, like: Call | None = None
+        self,
+        name: str,
+        file: File,
+        fronts: Sequence[FrontProcess | Owner],
+        chance: random.Random,
+        like: Call | None = None,
+        wrong: str = "",
     ) -> None:
         pages = file.full_size // PAGE
         first = 0 if pages == 1 or chance.random() < 0.6 else chance.randrange(pages)
@@ -461,16 +482,23 @@ class RegionClients:
         if like is not None and chance.random() < 0.8:
             offset, size = like.offset, like.byte_size
         call = self._new("register", name, fronts, chance)
-        call.key, call.offset, call.byte_size = file.key, offset, size
+        call.key, call.offset, call.byte_size = "" if file.sealed else file.key, offset, size
         call.files = [found] if (found := self._by_key(file.key)) is not None else [file]
+        call.wrong = wrong
         self._send(call, chance)
 
-    def call(self, kind: str, name: str, fronts: list[FrontProcess], chance: random.Random) -> Call:
+    def register(
+        self, name: str, file: File, owner: Owner, chance: random.Random, like: Call | None = None, wrong: str = ""
+    ) -> None:
+        """Has an owner hand over an object. ``wrong``: what is wrong with that, if something is."""
+        self._register(name, file, [owner], chance, like, wrong)
+
+    def call(self, kind: str, name: str, fronts: Sequence[FrontProcess | Owner], chance: random.Random) -> Call:
         call = self._new(kind, name, fronts, chance)
         self._send(call, chance)
         return call
 
-    def _new(self, kind: str, name: str, fronts: list[FrontProcess], chance: random.Random) -> Call:
+    def _new(self, kind: str, name: str, fronts: Sequence[FrontProcess | Owner], chance: random.Random) -> Call:
         front = chance.choice(fronts)
         return Call(
             kind,
@@ -488,8 +516,12 @@ class RegionClients:
             self._alls.append(call)
         self.open[call] = None
         self._scheduler.tell(f"{call} at {call.front}{self._described(call)}")
-        private = call.model == "" or chance.random() < 0.8
-        self._clients.network.route(call.front, private=private).queue(call)
+        if isinstance(call.front, Owner):
+            call.front.queue(call)
+            return
+        private = call.model == "" or chance.random() < (0.3 if self.owners.reclaim == "connection" else 0.8)
+        call.connection = self._clients.network.route(call.front, private=private)
+        call.connection.queue(call)
 
     @staticmethod
     def _described(call: Call) -> str:
@@ -500,13 +532,13 @@ class RegionClients:
         if (there := self._by_key(call.key)) is not None:
             there.unlink()
             self._scheduler.tell(f"{there} loses its name")
-        file = self._make(call.key, chance)
+        file = self.add(File, call.key, chance)
         for each in self.open:
             if each.key == call.key:
                 each.files.append(file)
 
     def _resize(self, file: File, size: int) -> None:
-        if size == len(file.double):
+        if size == len(file.double) or file.sealed:
             return
         self._scheduler.tell(f"{file} has {size} bytes from now on, {len(file.double)} before")
         for use in self._uses.values():
@@ -532,6 +564,7 @@ class RegionClients:
 
     def ended(self, call: Call, error: str) -> None:
         """Judges the answer to a call."""
+        self.owners.note_ends()
         now_ns = self._scheduler.clock.now_ns
         self.open.pop(call, None)
         # What a daemon has answered that has ended since was true until its end.
@@ -543,7 +576,11 @@ class RegionClients:
                 self._scheduler.defect(f"{call} failed without a reason: {error}")
         elif call.kind == "status":
             self._judge_listed(call)
+        elif call.wrong:
+            self._scheduler.defect(f"{call} is answered well, and is wrong: {call.wrong}")
         elif call.kind == "register":
+            if not call.gone_ns:
+                self._in_force.renewed(call)
             there = self._in_force.certain(call.model, call.begun_ns)
             others = [
                 each
@@ -553,7 +590,7 @@ class RegionClients:
             if (
                 there is not None
                 and not others
-                and (there.key, there.offset, there.byte_size) != (call.key, call.offset, call.byte_size)
+                and there.what != call.what
             ):
                 self._scheduler.defect(f"{call} is answered well, and {there} is another one")
         # Another error, such as that its front has stopped, says nothing of who uses a region.
@@ -569,7 +606,9 @@ class RegionClients:
         ):
             # Whoever wants the memory back asks whether somebody uses it.
             self._scheduler.clock.now_ns += 1
-            self.call("status", call.model, [call.front], self._scheduler.chance)
+            fronts = [call.front] if not isinstance(call.front, Owner) else self._fronts()
+            if fronts:
+                self.call("status", call.model, fronts, self._scheduler.chance)
         self.check()
 
     @staticmethod
@@ -591,11 +630,10 @@ class RegionClients:
         ]
         if call.kind == "register":
             there = [each for each in self._in_force.candidates(call.model, since_ns) if each is not call]
-            if _TAKEN in error and any(
-                (each.key, each.offset, each.byte_size) != (call.key, call.offset, call.byte_size) or others
-                for each in there
-            ):
+            if _TAKEN in error and any(each.what != call.what or others for each in there):
                 return "the name is taken"
+            if call.wrong and call.wrong in error:
+                return "it is wrong"
             if _NO_KEY in error and (self._by_key(call.key) is None or len(call.files) > 1 or not call.files[0].linked):
                 return "its object has no name"
             if ("invalid args" in error or "bytes now" in error) and any(
@@ -653,6 +691,8 @@ class RegionClients:
     def _judge_quiet(self, call: Call, name: str) -> None:
         """Notes that nobody uses a region any more, which was unregistered and is not listed."""
         now_ns = self._scheduler.clock.now_ns
+        if name not in call.listed:
+            self._in_force.conclude(name, now_ns, call.begun_ns)
         if name in call.listed or self._in_force.is_down(name, call.begun_ns) is None:
             return
         self._adopt_all(name)
@@ -705,7 +745,38 @@ class RegionClients:
                 self._clients.ask(front, chance.choice(ASKED), 1, places=chance)
             done = [call for call in self._in_force.of(name) if call.kind == "register" and call.done]
             if done and chance.random() < 0.4 and not any(call.model in (name, "") for call in self.open):
-                self._register(name, done[-1].files[-1], [front], chance, done[-1])
+                file = done[-1].files[-1]
+                if again := self.owners.living if file.sealed else [front]:
+                    self._register(name, file, again, chance, done[-1])
+
+    def note_ends(self, has_ended: Callable[[Call], bool]) -> None:
+        """Notes which regions go because those that registered them have ended, as ``has_ended`` says."""
+        now_ns = self._scheduler.clock.now_ns
+        for name in (*self.names, *sorted(self._retired)):
+            for call in self._in_force.candidates(name, now_ns):
+                if not (call.has_end or call.gone_ns) and has_ended(call):
+                    self._scheduler.tell(f"region '{name}' goes with whom {call} was of")
+                    self._in_force.note_end(name, call, now_ns)
+                    self._clients.counts["region goes"] += 1
+
+    def judge_rest(self) -> None:
+        """Notes that everything has come to rest: regions are gone whose owners have ended."""
+        self.owners.note_ends()
+        now_ns = self._scheduler.clock.now_ns
+        for name in (*self.names, *sorted(self._retired)):
+            self._in_force.conclude(name, now_ns, now_ns - SECOND)
+        self.owners.judge_watched()
+
+    def _fronts(self) -> list[FrontProcess]:
+        return [front for front in self._clients.daemon.children(FrontProcess) if front.serves]
+
+    @property
+    def registry(self) -> RegionRegistry:
+        return self._clients.daemon.supervisor.supervisor._regions
+
+    def lacked_for(self, message: str, since_ns: int) -> bool:
+        """Returns whether an error since then may say that there was no descriptor."""
+        return self._clients.history.lacked_for(message, since_ns)
 
     # ------------------------------------------------------------------------------------------------------------ the end
 
@@ -718,12 +789,13 @@ class RegionClients:
             table = worker.worker._regions if worker.worker is not None else None
             if table is not None and (table._regions or table.leaving or table._waiting):
                 self._scheduler.defect(f"{worker} has something left: {table}, {table._waiting}")
-        registry = self._clients.daemon.supervisor.supervisor._regions
+        registry = self.registry
         if registry._all or registry._tasks:
             self._scheduler.defect(f"the supervisor has regions left: {registry._all}")
 
     def close(self) -> None:
         """Removes all objects."""
+        self.owners.free()
         for file in self.files:
             file.unlink()
             os.close(file.fd)
@@ -733,4 +805,4 @@ class RegionClients:
 def mappings(prefix: str) -> list[str]:
     """Returns the mappings in this process of objects that have ``prefix`` in their names."""
     with open("/proc/self/maps") as maps:
-        return [line.strip() for line in maps if f"/dev/shm/{PREFIX}" in line and prefix in line]
+        return [line.strip() for line in maps if PREFIX in line and prefix in line]

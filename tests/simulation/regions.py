@@ -46,19 +46,26 @@ _INFER = "/inference.GRPCInferenceService/SystemSharedMemory"
 class File:
     """A shared-memory object."""
 
+    #: It has no name, and nobody can change its size.
+    sealed = False
+
     def __init__(self, number: int, key: str, pages: int, chance: random.Random) -> None:
         self.key = key
         self.number = number
-        self.fd = os.open(f"/dev/shm/{key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self.full_size = pages * PAGE
+        self.fd = self._open()
         #: What it holds, but for what requests may write there now.
-        self.double = bytearray(chance.randbytes(pages * PAGE))
+        self.double = bytearray(chance.randbytes(self.full_size))
         os.pwrite(self.fd, self.double, 0)
-        self.linked = True
+        #: It has its name.
+        self.linked = not self.sealed
         #: When it was last cut; and since when, and until when, it was shorter than at first. 0: it is not, it never was.
         self.cut_ns = self.short_ns = self.whole_ns = 0
-        self.full_size = len(self.double)
         #: How large it has been, and since when.
         self._sizes = [(-1, self.full_size)]
+
+    def _open(self) -> int:
+        return os.open(f"/dev/shm/{self.key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
 
     @property
     def is_short(self) -> bool:
@@ -124,10 +131,23 @@ class Call(Change):
     listed: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     #: The daemon's end, by which all its regions go.
     of_daemon: bool = False
+    #: The connection over which it was asked.
+    connection: Any = None
+    #: What the daemon says is wrong with it; "": nothing is.
+    wrong: str = ""
+    #: Of "end": the registration whose client has ended. Of that: it is noted.
+    of: Call | None = None
+    has_end: bool = False
 
     def is_behind(self, front: FrontProcess) -> bool:
         """Returns whether it can be nothing to what a front has answered: that, or its daemon, had ended before."""
         return (self.of_daemon and self.begun_ns > front.started_ns) or 0 < front.ended_ns < self.begun_ns
+
+    @property
+    def what(self) -> tuple[str, int, int, int]:
+        """Returns what is the same where a region is registered again."""
+        sealed = [file.number for file in self.files if file.sealed]
+        return self.key, self.offset, self.byte_size, sealed[0] if sealed else 0
 
     @property
     def goes(self) -> bool:
@@ -257,6 +277,24 @@ class Registrations:
             if calls and calls[-1].of_daemon and not calls[-1].done:
                 calls[-1].error, calls[-1].ended_ns = "", max(now_ns, calls[-1].begun_ns)
 
+    def note_end(self, name: str, registered: Call, now_ns: int) -> None:
+        """Notes that the name's region goes, with whoever has registered it."""
+        registered.has_end = True
+        self.of(name).append(Call("end", name, registered.number, now_ns, registered.front, of=registered))
+
+    def conclude(self, name: str, now_ns: int, since_ns: int) -> None:
+        """Notes that regions of that name are not there any more whose clients had ended at ``since_ns``."""
+        ends = [call for call in self.of(name) if call.kind == "end" and not call.ended_ns and call.begun_ns <= since_ns]
+        if ends and all(call.has_end for call in self.candidates(name, now_ns)):
+            for end in ends:
+                end.error, end.ended_ns = "", now_ns
+
+    def renewed(self, call: Call) -> None:
+        """Notes that a region is there, whoever had registered it before and has ended: that one's end is over."""
+        for end in self.of(call.model):
+            if end.of is not None and end.of is not call and not end.ended_ns and end.of.ended_before(call.begun_ns):
+                end.error, end.ended_ns = "", max(call.begun_ns - 1, end.of.ended_ns)
+
     def candidates(self, name: str, since_ns: int) -> list[Call]:
         """Returns the registrations that the name may have stood for at some time since then."""
         calls = self.of(name)
@@ -302,7 +340,7 @@ class Registrations:
     def is_down(self, name: str, since_ns: int) -> Call | None:
         """Returns the call by which the name has stood for nothing at any time since then; None: nobody knows."""
         calls = self.of(name)
-        gone = [call for call in calls if call.kind == "unregister" and call.ended_before(since_ns)]
+        gone = [call for call in calls if call.goes and call.ended_before(since_ns)]
         last = max(gone, key=lambda call: call.begun_ns, default=None)
         if last is None or any(
             call.kind == "register" and call.may_last(last.begun_ns) and not (call.error and call.ended_ns < since_ns)

@@ -44,6 +44,7 @@ class WholeRun(World):
                 threads.in_place(self.scheduler),
                 worker_threads.in_place(self.scheduler),
                 lacking.in_place(self.scheduler),
+                self._owners.in_place(),
             ):
                 try:
                     self.daemon.begin()
@@ -109,7 +110,7 @@ class WholeRun(World):
             len([sock for sock in program.sockets_opened if sock.fileno() >= 0])
             for program in self.clients.lanes.living
         )
-        return sum(each)
+        return sum(each) + self._owners.links()
 
     def _until(self, condition: Callable[[], object], what: str, most_ns: int = PATIENCE_NS) -> None:
         until_ns = self.scheduler.clock.now_ns + most_ns
@@ -168,6 +169,7 @@ class WholeRun(World):
             return
         self._until(self._has_workers, "there are workers")
         self._calm()
+        clients.regions.judge_rest()
         if scheduler.chance.random() < 0.5:
             self._drain_at_rest()
         if self._has_regions:
@@ -230,6 +232,7 @@ class WholeRun(World):
             known.call(kind, "", self._serving(), chance)
             self._until(self._is_quiet, "what was asked of regions is answered")
             self._calm()
+        self._owners.close()
         known.judge_end(self.daemon.children(WorkerProcess))
 
     def _has_workers(self) -> bool:
@@ -270,7 +273,7 @@ class WholeRun(World):
         self._keeper.is_told = True
         children = self.daemon.children(ChildProcess)
         # Of programs that are still there, only the kernel closes the supervisor's sockets.
-        self.scheduler.cut_short |= bool(clients.lanes.programs)
+        self.scheduler.cut_short |= bool(clients.lanes.programs or self._owners.living)
         self._ask_on()
         for _ in range(chance.randrange(300)):
             self.scheduler.turn()
@@ -357,6 +360,7 @@ class WholeRun(World):
         self.clients.open.clear()
         self.clients.asks.clear()
         self.clients.lanes.end()
+        self._owners.close()
         self.clients.regions.close()
         self.daemon.bury()
         self._keeper.is_told = True

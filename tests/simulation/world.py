@@ -30,12 +30,13 @@ from tensord.shm.errors import ServingError, Unavailable
 from tests.simulation import callers, ensembles, regions, rounds, sequences, streamed
 from tests.simulation.clients import MOST_BODY, WORKER_WAIT, Clients
 from tests.simulation.daemon import Daemon
-from tests.simulation.events import TROUBLES, Event, has_regions
+from tests.simulation.events import TROUBLES, Event, has_regions, reclaim
 from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import History
 from tests.simulation.http_clients import HttpConnection
 from tests.simulation.lane_clients import Program
 from tests.simulation.network import Connection
+from tests.simulation.owners import Owners
 from tests.simulation.processes import ChildProcess, FrontProcess, WorkerProcess
 from tests.simulation.restarts import Keeper
 from tests.simulation.scheduler import SECOND, Scheduler
@@ -135,7 +136,7 @@ class World:
                 response_compression=compression,
             ),
             metrics=Metrics(port=0),
-            regions=RegionsOptions(snapshot_key_prefixes=(regions.SNAPSHOT,)),
+            regions=RegionsOptions(snapshot_key_prefixes=(regions.SNAPSHOT,), reclaim=reclaim(seed)),
             requests=Requests(worker_wait=WORKER_WAIT),
             response_cache=ResponseCacheOptions(byte_size=1 << 20),
             arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
@@ -153,6 +154,8 @@ class World:
         self.daemon = Daemon(self.scheduler, options, devices)
         self.history = History(options.repository.load)
         self.clients = Clients(self.daemon, self.history, folder / "clients.sock", _KINDS)
+        self._owners = Owners(self.clients.regions, self.scheduler, str(folder / "clients.sock"), reclaim(seed))
+        self.clients.regions.owners = self._owners
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
         self._handler.on_late = self.clients.late
@@ -193,6 +196,10 @@ class World:
                     )
             case "region" if fronts:
                 clients.regions.happen(fronts, chance)
+            case "owner":
+                self._owners.happen(chance)
+            case "end owner":
+                self._owners.end_one(chance)
             case kind if kind in BESIDES:
                 self._ask_besides(BESIDES[kind], fronts, chance)
             case "deadly ask" if fronts:
@@ -409,6 +416,7 @@ class World:
         process.end(-signal.SIGKILL)
 
     def _ended(self, process: ChildProcess) -> None:
+        self._owners.process_ended(process)
         if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
 
