@@ -176,7 +176,10 @@ class RegionRegistry:
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
-            self._start(self._unregister_one(region.kind, region.request.name))
+            # At once: who is about to register it again waits for this end, which else would undo what he is told.
+            region.state = RegionState.UNREGISTERING
+            region.changed.clear()
+            self._start(self._forget(region))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -300,6 +300,29 @@ async def test_the_end_of_who_registered_last_counts(memory: int) -> None:
     registry.close()
 
 
+async def test_who_registers_again_as_the_one_before_ends_keeps_the_region(memory: int) -> None:
+    """
+    1. Alice registers a. 2. In one iteration of the loop another process of hers asks to register it again, and hers has ended.
+    Result: whoever was told that the region is registered has it.
+    """
+    holder = FakeHolder(1, memory)
+    registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
+    (first, writing), (second, other) = os.pipe(), os.pipe()
+    await registry.register(request("a"), ALICE, first)
+    again = asyncio.create_task(registry.register(request("a"), ALICE, second))
+    watch = registry._regions["a"].watch
+    assert watch is not None
+    watch._readable()
+    await again
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert names(registry) == ["a"]
+    assert set(holder.regions) == {"a"}
+    registry.close()
+    for end in (first, writing, second, other):
+        os.close(end)
+
+
 async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
     holder = FakeHolder(0, memory)
     registry = made(lambda: [holder], RegionsOptions())
