@@ -1,14 +1,14 @@
 """Clients with memory of their own, which they hand over sealed, and the end of regions with whom they belong to.
 
-An owner is a process with a connection to the clients' socket. It registers memfds there, also again, and such as are not sealed or
-come with no descriptor or two, and unregisters names; it closes its connection, connects again, or is killed.
+An owner is a process with a connection to the clients' socket. It registers memfds there, also again, and such as are not sealed
+or come with no descriptor or two, and unregisters names; it closes its connection, connects again, or is killed.
 
 ``regions.reclaim`` is drawn for each run. What must hold beside what ``region_clients`` says:
 
 * ``never``: whoever ends, a region stays until it is unregistered.
 * ``owner``, ``connection``: a region goes when the process has ended that registered it last, or the connection was closed, by
-  whomever, or with its front; and not before. What somebody else registers again in the meantime stays his: once he was told that it
-  is registered, the end of the one before does nothing to it.
+  whomever, or with its front; and not before. What somebody else registers again in the meantime stays his: once he was told that
+  it is registered, the end of the one before does nothing to it.
 * It goes as by "unregister": requests that use it end well, its name is free, and at rest nothing of it is listed.
 * Memory that is not sealed is refused, and nothing of it is kept.
 """
@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tensord.daemon.front import peer
-from tests.simulation.processes import FrontProcess
-from tests.simulation.regions import PAGE, PREFIX, Call, File
+from tests.simulation.regions import PREFIX, Call, File
 from tests.simulation.scheduler import SECOND, Process, Scheduler, eventfd
 
 if TYPE_CHECKING:
@@ -213,12 +212,16 @@ class Owners:
                 self.kill(owner)
             case "again" if sealed:
                 name = chance.choice(sealed)
-                regions.register(name, regions.last(name).files[-1], owner, chance, regions.last(name))
+                regions.register_again(name, regions.last(name), [owner], chance)
             case "unregister" if sealed:
                 regions.call("unregister", chance.choice(sealed), [owner], chance)
             case "wrong":
                 regions.register(
-                    chance.choice(free) if free else "r0", self._file(chance), owner, chance, wrong=chance.choice(_WRONG)
+                    chance.choice(free) if free else "r0",
+                    self._file(chance),
+                    owner,
+                    chance,
+                    wrong=chance.choice(_WRONG),
                 )
             case _ if len(regions.names) < 6:
                 regions.register(regions.new_name(), self._file(chance), owner, chance)
@@ -226,12 +229,41 @@ class Owners:
     def end_one(self, chance: random.Random) -> None:
         """Ends whom a region belongs to, his process or his connection."""
         calls = [call for name in self.regions.names if (call := self.regions.last(name)) is not None]
+        calls = [call for call in calls if call.done and not call.gone_ns and not call.has_end] or calls
         there = [call for call in calls if call.connection is not None and not call.connection.closed]
-        there += [call for call in calls if self.reclaim == "owner" and call.connection is not None and call not in there]
+        there += [
+            call for call in calls if self.reclaim == "owner" and call.connection is not None and call not in there
+        ]
         if not there:
             return
-        link = chance.choice(there).connection
-        client = link.client
+        call = chance.choice(there)
+        if chance.random() < 0.5:
+            # Somebody else registers it as his, and the supervisor may learn of both in one iteration.
+            others = [each for each in self.living if each is not call.connection.client]
+            self.regions.register_again(call.model, call, others, chance)
+            with self._supervisor_stopped(chance):
+                self._end(call, chance)
+        else:
+            self._end(call, chance)
+
+    @contextlib.contextmanager
+    def _supervisor_stopped(self, chance: random.Random) -> Iterator[None]:
+        """Has the supervisor do nothing, now and then, for a while before and after the block."""
+        supervisor = self.regions.supervisor
+        if supervisor.stopped or chance.random() < 0.4:
+            yield
+            return
+        self._scheduler.tell(f"{supervisor} is stopped for a moment")
+        supervisor.stopped = True
+        for _ in range(chance.randrange(chance.choice((30, 400)))):
+            self._scheduler.turn()
+        yield
+        for _ in range(chance.randrange(chance.choice((30, 400)))):
+            self._scheduler.turn()
+        supervisor.stopped = supervisor.idle = False
+
+    def _end(self, call: Call, chance: random.Random) -> None:
+        link, client = call.connection, call.connection.client
         if isinstance(link, Link):
             if chance.random() < 0.5 and client.alive:
                 self.kill(client)
@@ -320,10 +352,12 @@ class Owners:
         return bool(poll.poll(0))
 
     def judge_watched(self) -> None:
-        """Checks, at rest, that each region is watched that is to go with its owner, and that none is there whose owner has gone."""
+        """Checks, at rest, that each region is watched that is to go with its owner, and that none is there without its owner."""
         for name, region in self.regions.registry._regions.items():
             if (region.watch is None) is (self.reclaim != "never"):
-                self._scheduler.defect(f"region '{name}' is watched by {region.watch} where 'reclaim' is {self.reclaim}")
+                self._scheduler.defect(
+                    f"region '{name}' is watched by {region.watch} where 'reclaim' is {self.reclaim}"
+                )
             elif region.watch is not None:
                 poll = select.poll()
                 poll.register(region.watch.fd, select.POLLIN)
@@ -334,7 +368,7 @@ class Owners:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the simulation in the place of the kernel, which knows the process behind a socket and closes what the dead had."""
+        """Puts the simulation in the place of the kernel, which knows whose a socket is, and closes what the dead had open."""
         descriptor = peer.ConnectionEnd.descriptor
 
         def pidfd(fd: int) -> int:

@@ -284,7 +284,9 @@ class Registrations:
 
     def conclude(self, name: str, now_ns: int, since_ns: int) -> None:
         """Notes that regions of that name are not there any more whose clients had ended at ``since_ns``."""
-        ends = [call for call in self.of(name) if call.kind == "end" and not call.ended_ns and call.begun_ns <= since_ns]
+        ends = [
+            call for call in self.of(name) if call.kind == "end" and not call.ended_ns and call.begun_ns <= since_ns
+        ]
         if ends and all(call.has_end for call in self.candidates(name, now_ns)):
             for end in ends:
                 end.error, end.ended_ns = "", now_ns

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
-from tests.simulation import ensembles, lacking, regions, streamed, threads, worker_threads
+from tests.simulation import ensembles, lacking, region_clients, regions, streamed, threads, worker_threads
 from tests.simulation.clients import PATIENCE_NS
 from tests.simulation.events import Event
 from tests.simulation.history import Change
@@ -315,6 +315,10 @@ class WholeRun(World):
         clients = self.clients
         if self.daemon.supervisor.status == 0:
             self._keeper.judge_left(self._folder.parent)
+            if not self.scheduler.cut_short and (mapped := region_clients.mappings(clients.regions.prefix)):
+                self.scheduler.defect(
+                    f"the daemon has stopped, and {len(mapped)} mappings of regions are left: {mapped[0]}"
+                )
         clients.stopped_ns, clients.cut = 0, False
         self._keeper.is_told = self._keeper.is_calm = False
         self._keeper.start()
