@@ -150,8 +150,8 @@ def left(worker: Worker) -> dict[str, object]:
     versions = list(models.everyone())
     gc.collect()
     found = {
-        "calls": [*dispatcher.calls._open, *dispatcher.calls._waiting],
-        "requests that calls were made for": dispatcher.calls._of,
+        "calls": [*dispatcher.calls._open, *dispatcher.calls.waiting],
+        "requests that calls were made for": dispatcher.calls.of,
         "requests of ensembles": dispatcher.ensembles._runs,
         "responses that wait for room": dispatcher.responses.kept,
         "requests that senders answer": [request for version in versions for request in version.senders],

@@ -228,10 +228,10 @@ class Calls:
         #: The calls that have not ended.
         self._open: dict[ModelCall, InnerRequest] = {}
         #: Calls that wait for a model which is being loaded here, or is to be, or until the daemon says that it is not.
-        self._waiting: dict[ModelCall, None] = {}
+        self.waiting: dict[ModelCall, None] = {}
         models.on_change = self._look_again
         #: Request -> the calls that are made for it.
-        self._of: dict[Request, dict[ModelCall, None]] = {}
+        self.of: dict[Request, dict[ModelCall, None]] = {}
         #: The submitter of calls that are not made for a client's request.
         self._nobody: SubmitterLink[Request] = SubmitterLink(0, cast(Any, None))
         #: Asks the daemon to load and unload models; None: there is no daemon.
@@ -269,10 +269,8 @@ class Calls:
 
         A call that also serves another request continues.
         """
-        if not (self._of or self._waiting):
-            return
-        begun = [call for request in requests for call in self._of.get(request, ())]
-        waiting = [call for call in self._waiting if not set(requests).isdisjoint(call.requests)]
+        begun = [call for request in requests for call in self.of.get(request, ())]
+        waiting = [call for call in self.waiting if not set(requests).isdisjoint(call.requests)]
         for call in begun + waiting:
             if all(each.cancelled or each in requests or not each.is_open for each in call.requests):
                 self._end(call, Cancelled())
@@ -300,7 +298,7 @@ class Calls:
                 call.refused = True
                 call.answered(_not_here(call, error.with_traceback(None), said), True)
                 return
-            self._waiting[call] = None
+            self.waiting[call] = None
             call.caller.in_flight += 1
             if not coming and self.daemon is not None:
                 answered = partial(self._said, call)
@@ -317,7 +315,7 @@ class Calls:
         self._open[call] = inner
         call.caller.in_flight += 1
         for request in call.requests:
-            self._of.setdefault(request, {})[call] = None
+            self.of.setdefault(request, {})[call] = None
             # Nobody knows before which models will be called, in which version and with which parameters.
             not_kept(request)
         try:
@@ -329,18 +327,18 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        if self._waiting:
+        if self.waiting:
             self._post(self._begin_waiting)
 
     def _begin_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for call in waiting:
             call.caller.in_flight -= 1
             self._begin(call)
 
     def _said(self, call: ModelCall, reply: Reply) -> None:
-        if call in self._waiting:
-            del self._waiting[call]
+        if call in self.waiting:
+            del self.waiting[call]
             call.caller.in_flight -= 1
             self._begin(call, reply)
 
@@ -430,8 +428,8 @@ class Calls:
             self._close(call)
             call.answered(error, True)
             self._withdraw(inner)
-        elif call in self._waiting:
-            del self._waiting[call]
+        elif call in self.waiting:
+            del self.waiting[call]
             call.caller.in_flight -= 1
             call.answered(error, True)
 
@@ -440,10 +438,10 @@ class Calls:
         call.caller.in_flight -= 1
         self._agenda.wake(self.settle)
         for request in call.requests:
-            calls = self._of[request]
+            calls = self.of[request]
             del calls[call]
             if not calls:
-                del self._of[request]
+                del self.of[request]
 
     def __repr__(self) -> str:
         return f"<Calls {len(self._open)} under way>"

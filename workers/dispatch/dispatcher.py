@@ -267,7 +267,7 @@ class Dispatcher:
         self._changed(version)
         self.responses.cancelled(request)
         self.ensembles.cancel(request)
-        self.calls.ended((request,))
+        self._ended(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Handles the report that a client has taken bytes of a request's responses, so that the model may send more.
@@ -494,7 +494,7 @@ class Dispatcher:
         if version.cache is not None:
             self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
-        self.calls.ended(execution.requests)
+        self._ended(*execution.requests)
         now_ns = self._clock()
         if execution.lost:
             lost = version.lose(execution.requests[0].slot.instance, now_ns)
@@ -506,8 +506,9 @@ class Dispatcher:
             self._restore(version, execution.again)
         self.uncounted.append((version, execution, failed, now_ns))
 
-    def _ended(self, request: Request) -> None:
-        self.calls.ended((request,))
+    def _ended(self, *requests: Request) -> None:
+        if self.calls.of or self.calls.waiting:
+            self.calls.ended(requests)
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
         """Adds the runs that were answered since the last call to the statistics of their model versions. Returns the runs."""
