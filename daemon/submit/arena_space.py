@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 OnLease = Callable[[Lease | ServingError], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A request that waits for arena memory. The request fails when the event loop's clock reaches ``give_up``, in seconds."""
 
@@ -34,6 +35,17 @@ class _Waiter:
     on_lease: OnLease
     account: Account | None
     arriving: bool
+    #: Of two that wait, who came earlier has the smaller one.
+    number: int
+
+
+class _Waiting(deque[_Waiter]):
+    """Those of one client that wait in one line, in order. ``least``: none of them takes fewer bytes of the arena."""
+
+    least = sys.maxsize
+
+
+_Line = dict[ClientAccount | None, _Waiting]
 
 
 class ArenaSpace:
@@ -56,7 +68,8 @@ class ArenaSpace:
         self._arriving_limit = arriving_byte_size
         #: Bytes of all leases of what is not whole.
         self._arriving_byte_size = 0
-        self._lines: tuple[deque[_Waiter], ...] = (deque(), deque(), deque())
+        self._lines: tuple[_Line, ...] = ({}, {}, {})
+        self._numbers = count()
         #: The number of requests in all lines.
         self._count = 0
         self._serving = self._again = False
@@ -93,8 +106,8 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        held = _held(account)
-        return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
+        held, line = _holds(_client_of(account)), self._line(byte_size)
+        return any(_holds(client) <= held and self._first_admitted(client, line[client]) for client in line)
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
@@ -109,7 +122,9 @@ class ArenaSpace:
           account: the account of the client's connection, which counts the memory. If it is None, the memory is not counted.
           arriving: whether the content of the request is still arriving from a client.
         """
-        self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
+        waiting = self._line(byte_size).setdefault(_client_of(account), _Waiting())
+        waiting.append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving, next(self._numbers)))
+        waiting.least = min(waiting.least, self._taken_by(byte_size))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
@@ -144,10 +159,10 @@ class ArenaSpace:
         ``now``: the current time of the event loop in seconds.
         """
         for line in self._lines:
-            while line and line[0].give_up <= now:
-                waiter = line.popleft()
-                self._count -= 1
-                _tell(waiter.on_lease, Unavailable(f"{self._describe(waiter)} within {self._wait_seconds:g} s"))
+            for client in list(line):
+                while (waiting := line.get(client)) and (waiter := waiting[0]).give_up <= now:
+                    self._leave(line, client, waiter)
+                    _tell(waiter.on_lease, Unavailable(f"{self._describe(waiter)} within {self._wait_seconds:g} s"))
         if self._count:
             self._serve()  # there may be room for who waited behind them
         return bool(self._count)
@@ -165,7 +180,13 @@ class ArenaSpace:
     def _taken_by(self, byte_size: int) -> int:
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
-    def _line(self, byte_size: int) -> deque[_Waiter]:
+    def _leave(self, line: _Line, client: ClientAccount | None, waiter: _Waiter) -> None:
+        line[client].remove(waiter)
+        self._count -= 1
+        if not line[client]:
+            del line[client]
+
+    def _line(self, byte_size: int) -> _Line:
         arena = self._arena
         if byte_size <= arena.small_byte_size:
             return self._lines[0]
@@ -195,33 +216,32 @@ class ArenaSpace:
     def _serve_lines(self) -> None:
         for line in self._lines:
             # Each client's in their order, and the client first that holds least.
-            of_clients: dict[ClientAccount | None, deque[_Waiter]] = {}
-            for waiter in line:
-                client = None if waiter.account is None else waiter.account.client
-                of_clients.setdefault(client, deque()).append(waiter)
-            order = count()
-            heap = [(_holds(client), next(order), client) for client in of_clients]
+            heap = [(_holds(client), waiting[0].number, client) for client, waiting in line.items()]
             heapq.heapify(heap)
             while heap:
-                _, number, client = heapq.heappop(heap)
-                first = self._first_admitted(of_clients[client])
+                client = heapq.heappop(heap)[-1]
+                first = self._first_admitted(client, line[client])
                 if first is None:
                     continue
                 granted = self._grant(first)
                 if granted is None:
                     break
-                line.remove(first)
-                self._count -= 1
+                self._leave(line, client, first)
                 if not _tell(first.on_lease, granted) and isinstance(granted, Lease):
                     self.give_back(granted)
-                heapq.heappush(heap, (_holds(client), number, client))
+                if client in line:
+                    heapq.heappush(heap, (_holds(client), line[client][0].number, client))
 
-    def _first_admitted(self, waiting: deque[_Waiter]) -> _Waiter | None:
-        while waiting:
-            waiter = waiting.popleft()
-            if self._admitted(waiter):
-                return waiter
-        return None
+    def _first_admitted(self, client: ClientAccount | None, waiting: _Waiting) -> _Waiter | None:
+        # There may be thousands, of a client that holds all that it may.
+        if client is not None and client.requests:
+            limit = max(client.limit, client.limit_of(waiting.least))
+            if client.requests + waiting.least > limit:
+                return None
+        found = next(filter(self._admitted, waiting), None)
+        if found is None:
+            waiting.least = min(self._taken_by(each.byte_size) for each in waiting)
+        return found
 
     def _grant(self, waiter: _Waiter) -> Lease | ServingError | None:
         waiting, self._count = self._count, 0  # it is its turn: nobody is before it
@@ -240,8 +260,8 @@ def _holds(client: ClientAccount | None) -> int:
     return 0 if client is None else client.requests
 
 
-def _held(account: Account | None) -> int:
-    return _holds(None if account is None else account.client)
+def _client_of(account: Account | None) -> ClientAccount | None:
+    return None if account is None else account.client
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:

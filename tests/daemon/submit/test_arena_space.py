@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from tensord.config.options import Arenas
-from tensord.daemon.submit.accounts import Accounts
+from tensord.daemon.submit.accounts import Account, Accounts
 from tensord.daemon.submit.arena_space import ArenaSpace
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
@@ -178,6 +179,34 @@ def test_what_the_arena_gives_is_what_counts() -> None:
         room.give_back(lease)
     assert account.client.requests == 0
     arena.close()
+
+
+def test_thousands_that_wait_of_one_client_cost_others_nothing(large_arena: Arena) -> None:
+    """They are not looked at while their client holds all that it may, and all get room once it holds less."""
+    room = ArenaSpace(large_arena, 5.0, 64 * MIB)
+    accounts = Accounts(Arenas(byte_size=MIB, max_byte_size=64 * MIB), 1024, MIB)
+    held = [room.loan(10 * MIB, accounts.open("tcp 10.0.0.1")) for _ in range(3)]
+    granted: list[Lease | ServingError] = []
+    # One that would have room has come and gone: what is known of the others is not what was known with it.
+    room.wait(MIB // 2, granted.append, 0.0, accounts.open("tcp 10.0.0.1"))
+    for number in range(300):
+        room.wait((3 + number % 2) * MIB, granted.append, 1.0, accounts.open("tcp 10.0.0.1"))
+    others = [room.loan(MIB // 4, accounts.open("tcp 10.0.0.2")) for _ in range(20)]
+    room.expire(5.0)
+    with mock.patch.object(Account, "admits", autospec=True, side_effect=Account.admits) as asked:
+        for lease in others:
+            assert lease is not None
+            room.give_back(lease)
+    assert asked.call_count < 100
+    assert not any(isinstance(each, Lease) for each in granted)
+    for lease in held:
+        assert lease is not None
+        room.give_back(lease)
+    for each in granted:
+        if isinstance(each, Lease):
+            room.give_back(each)
+    assert sum(isinstance(each, Lease) for each in granted) == 300
+    assert large_arena.statistics()["leases"] == 0
 
 
 def test_no_request_of_one_client_waits_before_anothers() -> None:
