@@ -57,7 +57,7 @@ ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting"
 
 REGIONS = ("ask in regions", "region")
 #: The events of clients that hand memory over, and of whom regions go with; and how often one comes behind another event.
-OWNERS, _OWNED = ("owner", "owner", "owner", "end owner"), 0.06
+OWNERS, _OWNED = ("owner", "owner", "end owner", "end owner"), 0.08
 #: Events that kill workers and fronts. Half of the runs with regions have none of them, so that most requests are answered.
 DEATHS = (
     "deadly ask",

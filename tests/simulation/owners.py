@@ -210,9 +210,8 @@ class Owners:
                 owner.closes, owner.idle = True, False
             case "kill":
                 self.kill(owner)
-            case "again" if sealed:
-                name = chance.choice(sealed)
-                regions.register_again(name, regions.last(name), [owner], chance)
+            case "again" if sealed and (call := regions.last(chance.choice(sealed))) is not None:
+                regions.register_again(call.model, call, [owner], chance)
             case "unregister" if sealed:
                 regions.call("unregister", chance.choice(sealed), [owner], chance)
             case "wrong":
@@ -223,28 +222,49 @@ class Owners:
                     chance,
                     wrong=chance.choice(_WRONG),
                 )
-            case _ if len(regions.names) < 6:
-                regions.register(regions.new_name(), self._file(chance), owner, chance)
+            case _:
+                self._register(chance)
+
+    def _register(self, chance: random.Random) -> None:
+        """Has an owner hand over memory under a name that is free, or a new one."""
+        regions = self.regions
+        if not self.living:
+            self._start()
+        busy = {call.model for call in regions.open}
+        free = [name for name in regions.names if name not in busy and not regions.registered(name)]
+        if free or len(regions.names) < 6:
+            name = chance.choice(free) if free else regions.new_name()
+            regions.register(name, self._file(chance), chance.choice(self.living), chance)
 
     def end_one(self, chance: random.Random) -> None:
         """Ends whom a region belongs to, his process or his connection."""
-        calls = [call for name in self.regions.names if (call := self.regions.last(name)) is not None]
-        calls = [call for call in calls if call.done and not call.gone_ns and not call.has_end] or calls
-        there = [call for call in calls if call.connection is not None and not call.connection.closed]
-        there += [
-            call for call in calls if self.reclaim == "owner" and call.connection is not None and call not in there
+        there = [
+            call
+            for name in self.regions.names
+            for call in self.regions.registered(name)
+            if call.connection is not None and (self.reclaim == "owner" or not call.connection.closed)
         ]
         if not there:
+            self._register(chance)
+            return
+        if chance.random() < 0.4:
+            # Whoever has registered it before may end as well.
+            self._again(chance.choice(there), chance)
             return
         call = chance.choice(there)
         if chance.random() < 0.5:
             # Somebody else registers it as his, and the supervisor may learn of both in one iteration.
-            others = [each for each in self.living if each is not call.connection.client]
-            self.regions.register_again(call.model, call, others, chance)
+            self._again(call, chance)
             with self._supervisor_stopped(chance):
                 self._end(call, chance)
         else:
             self._end(call, chance)
+
+    def _again(self, call: Call, chance: random.Random) -> None:
+        """Has somebody else register a region as it is."""
+        others = [each for each in self.living if each is not call.connection.client]
+        if (last := self.regions.last(call.model)) is not None:
+            self.regions.register_again(call.model, last, others, chance)
 
     @contextlib.contextmanager
     def _supervisor_stopped(self, chance: random.Random) -> Iterator[None]:
@@ -326,7 +346,7 @@ class Owners:
             self._dead[client] = eventfd()
         return self._dead[client]
 
-    def process_ended(self, process: Process) -> None:
+    def process_ended(self, process: Process | None) -> None:
         """Closes what a process of the daemon had that tells of the ends of its connections."""
         for end in self._told.pop(process, ()):
             end._release()
@@ -360,8 +380,9 @@ class Owners:
                 )
             elif region.watch is not None:
                 poll = select.poll()
-                poll.register(region.watch.fd, select.POLLIN)
-                if poll.poll(0):
+                if region.watch.fd >= 0:
+                    poll.register(region.watch.fd, select.POLLIN)
+                if region.watch.fd < 0 or poll.poll(0):
                     self._scheduler.defect(f"region '{name}' is there, and its owner has ended")
 
     # --------------------------------------------------------------------------------------------------- what is replaced
@@ -379,7 +400,7 @@ class Owners:
                 return -1
             client = self._named.get(name if isinstance(name, bytes) else name.encode())
             # Of a process that has no descriptors left every other one fails as well.
-            return -1 if client is None else self._scheduler.given(lambda: os.dup(self._dead_fd(client)))  # type: ignore[no-any-return]
+            return -1 if client is None else self._scheduler.given(lambda: os.dup(self._dead_fd(client)))
 
         def told(end: peer.ConnectionEnd) -> Any:
             ends = self._told.setdefault(self._scheduler.current, [])
@@ -407,6 +428,6 @@ class Owners:
         for fd in self._dead.values():
             os.close(fd)
         for process in list(self._told):
-            self.process_ended(process)  # type: ignore[arg-type]
+            self.process_ended(process)
         self._dead.clear()
         self._named.clear()

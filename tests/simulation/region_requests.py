@@ -224,6 +224,11 @@ class RegionRequests:
         calls = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
         return calls[-1] if calls else None
 
+    def registered(self, name: str) -> list[Call]:
+        """Returns the registrations of a name that were answered well by the daemon of now, and whose clients were there then."""
+        calls = self._in_force.of(name)
+        return [call for call in calls if call.kind == "register" and call.done and not (call.gone_ns or call.has_end)]
+
     def _cut(self, file: File, chance: random.Random) -> None:
         self._resize(file, min(len(file.double), chance.choice((0, 0, file.full_size // 2))))
 
