@@ -548,10 +548,11 @@ class LaneConnection(Sender, Connection):
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []
             self.models.clear()
-            if self._socket is not None:
-                self._socket.close()
         for lane in lanes:
             lane.close(Cancelled(CLOSED))
+        # After the lanes: the daemon ends those of a client that it loses, as if their workers had died.
+        if self._socket is not None:
+            self._socket.close()
         self.deadlines.close()
         self.memory.close()
         with self._http_lock:

@@ -21,6 +21,7 @@ from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord_client.lane import Call, LaneConnection, LaneRequest
 from tensord_client.memory import Memory
+from tensord_client.worker_lane import ClientLane
 
 from tensord.shm.messages import WIRE_VERSION
 from tests.client.conftest import clients_socket
@@ -559,6 +560,25 @@ def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Cal
     with pytest.raises(Unavailable, match="the client was closed"):
         connection.ask(addsub(1))
     connection.close()
+
+
+def test_lanes_are_closed_before_the_daemon_hears_that_the_client_leaves(
+    connect: Callable[..., LaneConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the lanes of a client that it loses, and requests in flight there fail as if their workers had died."""
+    connection, hears = connect(), list[bool]()
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    close = ClientLane.close
+
+    def closed(lane: ClientLane, error: ServingError) -> None:
+        assert connection._socket is not None
+        hears.append(connection._socket.has_ended())
+        close(lane, error)
+
+    monkeypatch.setattr(ClientLane, "close", closed)
+    connection.close()
+    assert hears
+    assert not any(hears)
 
 
 def test_many_connections_leave_nothing(daemon: DaemonProcess, connect: Callable[..., LaneConnection]) -> None:

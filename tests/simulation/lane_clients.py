@@ -46,6 +46,8 @@ class Program(ClientProcess):
         #: Whether it closes its connection now, or has closed it.
         self.leaves = False
         self.ways: Sequence[str] = scheduler.chance.choice((_WAYS, _WAYS, _MOSTLY_CALLS))
+        #: True if a question to the daemon has taken too long: the connection goes with it, and the lanes with the connection.
+        self.gave_up = False
         #: True if the program has filled its lane once.
         self.fills = False
         #: Answers whose arrays it still reads.
@@ -296,10 +298,14 @@ class LaneClients:
         # A program may send to a worker that has died just before. One that cannot map a segment ends the lane.
         died = deaths > ask.deaths or history.deaths[-1:] > [ask.begun_ns - SECOND] or history.lacked(ask.begun_ns)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
+        ask.front.gave_up |= "does not answer: Connection timed out" in message
+        died |= ask.front.gave_up
         if code == "UNAVAILABLE" and troubled and not (ask.waits and waited < _PATIENCE * SECOND * 0.9):
             return "a worker was missing"
         if code == "INTERNAL" and died and ("may not be run twice" in message or "was given up" in message):
-            return "its worker has died, or has ended the lane for want of a descriptor"
+            return (
+                "its worker has died, or its lane has ended: for want of a descriptor, or with the program's connection"
+            )
         if code == ResultsHeld.code or "no room for an answer" in message:
             return "its program has held answers"
         if ask.front.fills and "segments of" in message and "bytes are used" in message:
