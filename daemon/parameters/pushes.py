@@ -153,8 +153,6 @@ class Parameters:
                 self.outcomes[wanted.model, "overtaken" if isinstance(error, Replaced) else "refused"] += 1
             raise
         self.outcomes[key[0], "pushed"] += 1
-        if self._lacking.pop(key, None):
-            self._models.fill(*key)
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
@@ -195,7 +193,7 @@ class Parameters:
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
             raise InvalidArgument(f"set '{MAIN_SET}' cannot be dropped: requests that name no set are answered with it")
-        key = wanted.model, self._resolved(wanted.model, wanted.version)
+        key = wanted.model, self._resolved(wanted.model, wanted.version, lacking=True)
         async with self._turn(wanted.model).change():
             if not self.sets.drop(key, wanted.set):
                 raise NotFound(f"model '{key[0]}' version {key[1]} has no parameter set '{wanted.set}'")
@@ -427,10 +425,15 @@ class Parameters:
         await self._put_in_force(key, workers, CommitParameters(stage.push, move_sequences))
 
     async def _put_in_force(self, key: VersionKey, workers: list[WorkerProcess], operation: Operation) -> None:
-        """Has workers carry out the last step of a change, and waits until no other worker takes requests for the version."""
+        """Has workers carry out the last step of a change, and waits until no other worker takes requests for the version.
+
+        Then the workers that could not be given what was in force before load the version.
+        """
         leaving = self._serving(key, leaving=True)
         calls = [(worker, operation) for worker in workers] + [(worker, Settle()) for worker in leaving]
         await asyncio.gather(*(self._carry_out(*each) for each in calls))
+        if self._lacking.pop(key, None):
+            self._models.fill(*key)
 
     async def _stage(self, worker: WorkerProcess, stage: StageParameters, memory: int) -> None:
         with self._giving(worker):

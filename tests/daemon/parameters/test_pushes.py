@@ -777,6 +777,26 @@ async def test_a_whole_push_brings_back_what_lacked_another_one(tmp_path: Path) 
             assert len(w.lifecycle.version("m", 1).ready) == workers  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_worker_that_could_not_be_given_a_set_loads_the_model_when_the_set_is_dropped(
+    tmp_path: Path, workers: int
+) -> None:
+    """With one worker the model is served again, with two by both of them."""
+    async with world(tmp_path, workers=workers, kept=20) as w:
+        await w.push(b"these are kept")
+        await w.push(b"21 bytes are too many", set="customer-7")
+        w.dies(1)
+        replacement = await w.joins(9)
+        assert "was not kept" in w.heard[-1][1].reason
+        await w.parameters.drop(DropParameters("m", 0, "customer-7"), PEER)
+        assert isinstance(replacement.sent[-1], Load)
+        w.parameters.loaded(replacement, Loaded("m", 1))  # type: ignore[arg-type]
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert w.held == [(1, b"these are kept")] * workers
+        assert len(w.lifecycle.version("m", 1).ready) == workers  # type: ignore[union-attr]
+
+
 async def test_of_two_that_would_bring_it_back_one_does(tmp_path: Path) -> None:
     """The other one is a push as any. A version that is unloaded before either has its turn is gone for both."""
     for unloaded in (False, True):
