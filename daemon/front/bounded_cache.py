@@ -15,14 +15,12 @@ class BoundedCache(dict[K, V | None]):
     If ``count`` is 0, nothing is stored. ``cache[key]`` returns the value, or None if it was never stored or was evicted.
     """
 
-    __slots__ = ("_count", "_old", "forgotten")
+    __slots__ = ("_count", "_old")
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self._count = count
         self._old: dict[K, V | None] = {}
-        #: Counts the values that were evicted.
-        self.forgotten = 0
 
     def __missing__(self, key: K) -> V | None:
         value = self._old.pop(key, None)
@@ -35,10 +33,9 @@ class BoundedCache(dict[K, V | None]):
         if not self._count:
             return
         if len(self) >= self._count:
-            self.forgotten += len(self._old)
             self._old = dict(self)
             self.clear()
         self[key] = value
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} and {len(self._old)}, {self.forgotten} forgotten>"
+        return f"<{type(self).__name__} of {len(self)} and {len(self._old)}>"

@@ -47,21 +47,16 @@ class StandardServices:
 
     async def _check(self, request: Any) -> Any:
         # As in Triton, the service that the request names is ignored.
-        return await self._status()
-
-    async def _status(self) -> Any:
-        serving = health_pb2.HealthCheckResponse.SERVING
-        return health_pb2.HealthCheckResponse(
-            status=health_pb2.HealthCheckResponse.NOT_SERVING if await self._endpoints.unreadiness() else serving
-        )
+        answer = health_pb2.HealthCheckResponse
+        return answer(status=answer.NOT_SERVING if await self._endpoints.unreadiness() else answer.SERVING)
 
     async def _watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
-        async for _ in requests:
+        async for request in requests:
             last: Message | None = None
             while True:
                 # Who stops has a last status to tell, whatever happens while it is found out.
                 stopping = self._endpoints.stopping
-                now = await self._status()
+                now = await self._check(request)
                 if now != last:
                     yield now
                     last = now
