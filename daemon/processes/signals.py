@@ -25,7 +25,8 @@ class Signals:
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop before its event loop ran, SIGTERM or SIGINT; None: none has come.
         self.came: signal.Signals | None = None
-        #: What is called when a signal comes. Others are passed over, by a handler, because children would inherit SIG_IGN.
+        #: A signal's number -> the function to call when the signal comes. A handler drops other signals, because children would
+        #: inherit SIG_IGN.
         self._actions: dict[int, Callable[[], object]] = {}
 
     def watch(self) -> None:

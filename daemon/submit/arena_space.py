@@ -35,12 +35,12 @@ class _Waiter:
     on_lease: OnLease
     account: Account | None
     arriving: bool
-    #: Of two that wait, who came earlier has the smaller one.
+    #: Counts the requests that have waited, in the order in which they came.
     number: int
 
 
 class _Waiting(deque[_Waiter]):
-    """Those of one client that wait in one line, in order. ``least``: none of them takes fewer bytes of the arena."""
+    """The requests of one client that wait for memory, in order. ``least``: none of them takes fewer bytes of the arena."""
 
     least = sys.maxsize
 

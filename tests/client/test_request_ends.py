@@ -291,7 +291,7 @@ def test_an_asynchronous_client_that_nobody_closes_leaves_its_loop_nothing(
         assert waits.call_count < 4, "the loop has nothing to do but this"
 
     def kept() -> set[str]:
-        """Those of the server, which sees the end of a connection later, and of the service."""
+        """Returns the descriptors of the server and of its connections, whose ends it sees later than the client."""
         return {str(each.fileno()) for each in server._open}
 
     go.set()

@@ -38,7 +38,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: How long a client waits until it connects again to a daemon that is not there.
 _RETRY_NS = SECOND // 20
 _MOST_OWNERS = 3
-#: What is wrong with what comes with a registration, and what the daemon says of it.
+#: The faults of a registration, each as a part of the error that the daemon answers it with.
 _WRONG = ("lacks the seals", "0 descriptors came", "2 descriptors came")
 _DOES = {"register": 6, "again": 3, "unregister": 3, "wrong": 1, "start": 1, "close": 1, "kill": 1}
 
@@ -75,9 +75,9 @@ class Owner(Process):
         self._asked: deque[Call] = deque()
         self._poll = select.poll()
         self._retry_ns = self._opened_ns = 0
-        #: It closes its connection with its next turn.
+        #: True if the owner closes its connection in its next turn.
         self.closes = False
-        #: As those of fronts have it.
+        #: When the process began, and when it ended, in ns; 0: it has not ended. Requests are judged by these, as by a front's.
         self.started_ns, self.ended_ns = scheduler.clock.now_ns, 0
 
     @property
@@ -187,10 +187,10 @@ class Owners:
         self.reclaim = reclaim
         self._started = self._bound = 0
         self.living: list[Owner] = []
-        #: For a client's process an eventfd, which is readable once it has ended; and the process by its sockets' name.
+        #: A client's process -> an eventfd that is readable once the process has ended; its sockets' name -> the process.
         self._dead: dict[Process, int] = {}
         self._named: dict[bytes, Process] = {}
-        #: What tells of the ends of connections, by the process that has it.
+        #: A process of the daemon -> the objects by which it learns that clients' connections have ended.
         self._told: dict[Process | None, list[peer.ConnectionEnd]] = {}
 
     # --------------------------------------------------------------------------------------------------- what happens

@@ -50,7 +50,7 @@ class RegionRequests:
         self.owners: Owners
         #: Since when the processes of the daemon before are dead; 0: there was none.
         self._begun_ns = 0
-        #: What is in the names of all its objects.
+        #: The names of all shared-memory objects of the run contain this.
         self.prefix = f"{os.getpid():08}-{next(_NUMBERS):06}-"
 
     def _ranges(self, use: Use) -> Iterator[tuple[File, int, int]]:

@@ -142,7 +142,7 @@ def test_connections_that_are_cut_have_ended_when_the_drain_has(front: BusyFront
 
 
 def test_what_a_front_sends_last_is_read_by_the_supervisor(front: BusyFront) -> None:
-    """It is more than a socket holds, such as the spans of many requests that were cut."""
+    """A front that stops may have more to send than its socket takes at once, such as the spans of many requests."""
     edges, count = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), 20_000
     supervisor = Channel(edges[1], decoder(StateAcknowledged))
     editions: list[int] = []

@@ -550,18 +550,25 @@ class SlowWorker(ObedientWorker):
             super().send(record)
 
 
+def with_slow_worker(folder: Path, repository: Repository | None = None) -> tuple[Models, SlowWorker]:
+    """Writes a model ``m`` and an ensemble ``e`` of it. Returns models that are loaded by one slow worker."""
+    write_model(folder, "m", config=_TENSORS)
+    made_of(folder, "e", "m")
+    worker = SlowWorker()
+    options = Options(repository=repository or Repository(paths=(str(folder),), control_mode="explicit"))
+    models = worker.models = Models(options, supervisor({1: worker}, lambda record: None))
+    models.worker_joined(1, "cpu:0")
+    return models, worker
+
+
 @pytest.mark.parametrize("polls", [False, True])
 async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_path: Path, polls: bool) -> None:
     """
     1. An ensemble's load waits for its model. 2. A client unloads it, or its folder goes. 3. The model is loaded.
     Result: the load fails, the ensemble is not served, and the daemon is ready without it.
     """
-    write_model(tmp_path, "m", config=_TENSORS)
-    made_of(tmp_path, "e", "m")
-    worker, mode = SlowWorker(), "poll" if polls else "explicit"
-    repository = Repository(paths=(str(tmp_path),), control_mode=mode)
-    models = worker.models = Models(Options(repository=repository), supervisor({1: worker}, lambda record: None))
-    models.worker_joined(1, "cpu:0")
+    repository = Repository(paths=(str(tmp_path),), control_mode="poll" if polls else "explicit")
+    models, worker = with_slow_worker(tmp_path, repository)
     begun = models.begin(await models.scan(repository), repository)
     loads = begun or [asyncio.ensure_future(models.load(LoadModel(name))) for name in ("m", "e")]
     while not (worker.held and models._coming.states()):
@@ -584,12 +591,7 @@ async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_p
 @pytest.mark.parametrize("unloaded", [False, True])
 async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(tmp_path: Path, unloaded: bool) -> None:
     """As requests of clients do: until a worker was sent its load, or the load has failed."""
-    write_model(tmp_path, "m", config=_TENSORS)
-    made_of(tmp_path, "e", "m")
-    worker = SlowWorker()
-    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
-    models = worker.models = Models(options, supervisor({1: worker}, lambda record: None))
-    models.worker_joined(1, "cpu:0")
+    models, worker = with_slow_worker(tmp_path)
     load = asyncio.ensure_future(models.load(LoadModel("e")))
     while not worker.held:
         await asyncio.sleep(0.001)
@@ -609,12 +611,7 @@ async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(tmp_p
 @pytest.mark.parametrize("slow", [False, True])
 async def test_an_ensemble_that_went_with_its_model_is_loaded_by_name(tmp_path: Path, slow: bool) -> None:
     """1. A model is unloaded, and its ensemble with it, which may take time. 2. The ensemble is loaded: its model comes first."""
-    write_model(tmp_path, "m", config=_TENSORS)
-    made_of(tmp_path, "e", "m")
-    worker = SlowWorker()
-    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
-    models = worker.models = Models(options, supervisor({1: worker}, lambda record: None))
-    models.worker_joined(1, "cpu:0")
+    models, worker = with_slow_worker(tmp_path)
     worker.goes_on = True
     await models.load(LoadModel("e"))
     worker.goes_on = not slow

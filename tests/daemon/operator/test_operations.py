@@ -1,4 +1,4 @@
-"""What a model's code is answered that asks the daemon for another model."""
+"""The daemon's replies to models that ask it for other models."""
 
 from __future__ import annotations
 
