@@ -388,8 +388,9 @@ class GrpcConnection(Connection):
         """Judges the end of a call."""
         slow = self.clients.was_slow(self) and any(said in message for said in _TOO_SLOW)
         if call.path == _WATCH:
-            # Who is told anything has sent all of his request.
-            may_end = (self.clients.stopped_ns and code == "OK") or (slow and call.serving is None)
+            # Who is told anything has sent all of his request. Of a front that has died, the end may be read a daemon later.
+            stopped = self.clients.stopped_ns or not self.front.alive
+            may_end = (stopped and code == "OK") or (slow and call.serving is None)
             if call.serving or not may_end:
                 self.scheduler.defect(f"a watch over {self} ends, told last {call.serving}: {code}: {message}")
             return
