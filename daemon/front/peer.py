@@ -7,6 +7,7 @@ TCP           the address, which says nothing about who the client is
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -21,6 +22,8 @@ _CREDENTIALS = struct.Struct("iII")
 _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
 _MAX_GROUPS = 1024
+#: Errors of a process or host that has no descriptor or memory for another one.
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ class ConnectionEnd:
                 self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
             reader = os.dup(self._reader)
         except OSError as error:
-            raise Unavailable(f"the connection cannot be watched now: {os.strerror(error.errno or 0)}") from error
+            raise _unwatched("connection", error) from error
         if self._closed:
             self._release()
         try:
@@ -133,7 +136,7 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
 def process_of(fd: int) -> Iterator[int]:
     """Yields a pidfd of the process of the client on the socket ``fd``. The pidfd is open in the ``with`` block only.
 
-    Yields -1 if ``fd`` is no Unix socket, or if the process is unknown.
+    Yields -1 if ``fd`` is no Unix socket, or if the process is unknown. Raises Unavailable if no descriptors are left.
     """
     process = _pidfd(fd)
     try:
@@ -152,10 +155,16 @@ def _pidfd(fd: int) -> int:
                 (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
             except OSError:
                 return _pidfd_by_number(sock)
-    except (OSError, ValueError):  # as of -1
+    except (OSError, ValueError) as error:  # as of -1
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            raise _unwatched("client's process", error) from error
         return -1
     os.set_inheritable(process, False)
     return int(process)
+
+
+def _unwatched(what: str, error: OSError) -> Unavailable:
+    return Unavailable(f"the {what} cannot be watched now: {os.strerror(error.errno or 0)}")
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:

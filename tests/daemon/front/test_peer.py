@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -176,15 +177,40 @@ def test_the_process_that_serves_it_dies() -> None:
     child.stdout.close()
 
 
-def test_no_descriptors_are_left() -> None:
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Lets this process open no further descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connection = ConnectionEnd()
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with pytest.raises(Unavailable, match="cannot be watched now"), connection.descriptor():
-            pass
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_descriptors_are_left() -> None:
+    connection = ConnectionEnd()
+    with (
+        no_descriptors(),
+        pytest.raises(Unavailable, match="connection cannot be watched now"),
+        connection.descriptor(),
+    ):
+        pass
     with connection.descriptor() as end:
         assert not is_readable(end)
     connection.close()
+
+
+@pytest.mark.parametrize("tells_process", [True, False])
+def test_no_descriptor_is_left_for_the_process(
+    unix_client: tuple[subprocess.Popen[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch, tells_process: bool
+) -> None:
+    """The end of the connection does not stand for that of the process then, also where one for the connection is there."""
+    _, connection = unix_client
+    if not tells_process:
+        monkeypatch.setattr(peer_module, "_SO_PEERPIDFD", 0x7FFF)
+    refused = pytest.raises(Unavailable, match="client's process cannot be watched now")
+    with no_descriptors(), refused, process_of(connection.fileno()):
+        pass
+    with process_of(connection.fileno()) as process:
+        assert not is_readable(process)
