@@ -13,7 +13,8 @@ from typing import Any
 from tests.simulation import ensembles
 
 #: What the daemon tells a client of a process that may open no more files, and how the system says it.
-_NONE_LEFT = re.compile(f"open as it may|{os.strerror(errno.EMFILE)}")
+#: A worker that has none for a lane ends it, and the client knows no more.
+_NONE_LEFT = re.compile(f"open as it may|could not open another lane|{os.strerror(errno.EMFILE)}")
 
 
 @dataclass(eq=False)
