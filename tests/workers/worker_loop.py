@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -202,6 +203,13 @@ class WorkerLoop:
             while True:
                 compiler._jobs.get_nowait()
         compiler.finish()
+        # A thread that ends a paused generator for nobody still writes to the page.
+        for version in self.worker._models.everyone():
+            for instance in version.loaded.instances:
+                if not instance.given:
+                    rests = threading.Event()
+                    instance._jobs.put(rests.set)
+                    rests.wait(1)
         self.front.close()
         self.control.close()
         self.worker.close()
