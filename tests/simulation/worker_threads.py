@@ -150,7 +150,7 @@ def left(worker: Worker) -> dict[str, object]:
     versions = list(models.everyone())
     gc.collect()
     found = {
-        "calls": [*dispatcher.calls._open, *dispatcher.calls.waiting],
+        "calls": [*dispatcher.calls._open, *dispatcher.calls._waiting],
         "requests that calls were made for": dispatcher.calls.of,
         "requests of ensembles": dispatcher.ensembles._runs,
         "responses that wait for room": dispatcher.responses.kept,

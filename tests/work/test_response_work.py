@@ -44,8 +44,7 @@ class Loop:
         self.agenda: Agenda[AgendaPart] = Agenda()
         outbox = Outbox(ARENAS, self.agenda)
         self.responses = Responses(
-            *(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE),
-            *(lambda request: None, lambda request: None, self.agenda),
+            *(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE), lambda request: None, self.agenda
         )
         version = Version(
             name="m", version=1, statistics=VersionStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}

@@ -228,9 +228,9 @@ class Calls:
         #: The calls that have not ended.
         self._open: dict[ModelCall, InnerRequest] = {}
         #: Calls that wait for a model which is being loaded here, or is to be, or until the daemon says that it is not.
-        self.waiting: dict[ModelCall, None] = {}
+        self._waiting: dict[ModelCall, None] = {}
         models.on_change = self._look_again
-        #: Request -> the calls that are made for it.
+        #: Request -> the calls that are made for it, and have not ended.
         self.of: dict[Request, dict[ModelCall, None]] = {}
         #: The submitter of calls that are not made for a client's request.
         self._nobody: SubmitterLink[Request] = SubmitterLink(0, cast(Any, None))
@@ -269,10 +269,9 @@ class Calls:
 
         A call that also serves another request continues.
         """
-        begun = [call for request in requests for call in self.of.get(request, ())]
-        waiting = [call for call in self.waiting if not set(requests).isdisjoint(call.requests)]
-        for call in begun + waiting:
-            if all(each.cancelled or each in requests or not each.is_open for each in call.requests):
+        ended = set(requests)
+        for call in {call: None for request in requests for call in self.of.get(request, ())}:
+            if all(each.cancelled or each in ended or not each.is_open for each in call.requests):
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
@@ -298,10 +297,10 @@ class Calls:
                 call.refused = True
                 call.answered(_not_here(call, error.with_traceback(None), said), True)
                 return
-            self.waiting[call] = None
-            call.caller.in_flight += 1
+            self._waiting[call] = None
+            self._note(call)
             if not coming and self.daemon is not None:
-                answered = partial(self._said, call)
+                answered = partial(self._begin_again, call)
                 self.daemon.is_ready(call.prepared.model, call.prepared.version, bool(call.requests), answered)
             return
         except ServingError as error:
@@ -313,9 +312,8 @@ class Calls:
             call.answered(Internal(f"the request failed with {type(error).__name__}"), True)
             return
         self._open[call] = inner
-        call.caller.in_flight += 1
+        self._note(call)
         for request in call.requests:
-            self.of.setdefault(request, {})[call] = None
             # Nobody knows before which models will be called, in which version and with which parameters.
             not_kept(request)
         try:
@@ -327,23 +325,23 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        if self.waiting:
+        if self._waiting:
             self._post(self._begin_waiting)
 
     def _begin_waiting(self) -> None:
-        waiting, self.waiting = self.waiting, {}
-        for call in waiting:
-            call.caller.in_flight -= 1
-            self._begin(call)
+        for call in [*self._waiting]:
+            self._begin_again(call)
 
-    def _said(self, call: ModelCall, reply: Reply) -> None:
-        if call in self.waiting:
-            del self.waiting[call]
-            call.caller.in_flight -= 1
-            self._begin(call, reply)
+    def _begin_again(self, call: ModelCall, said: Reply | None = None) -> None:
+        if call in self._waiting:
+            self._close(call)
+            self._begin(call, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        caller, prepared = call.caller, call.prepared
+        caller, prepared, requests = call.caller, call.prepared, call.requests
+        # What takes several responses is left more easily: behind the last answer nothing would end it.
+        if requests and all(each.cancelled or (call.streams and not each.is_open) for each in requests):
+            raise Cancelled()
         if caller.in_flight >= self._max_calls:
             raise Unavailable(
                 f"model '{caller.port.name}' has {caller.in_flight} calls under way, at most {self._max_calls} are taken "
@@ -360,9 +358,6 @@ class Calls:
             raise InvalidArgument(call.hint)
         if version.sequences is not None:
             version = self._models.home(version, call.own.sequence_id, call.own.sequence_start)
-        requests = call.requests
-        if requests and all(each.cancelled for each in requests):
-            raise Cancelled()
         origin = next((each for each in requests if not each.cancelled), None)
         deadlines = [each.deadline_ns for each in requests]
         prepared = replace(prepared, version=version.version)
@@ -424,17 +419,21 @@ class Calls:
     def _end(self, call: ModelCall, error: ServingError) -> None:
         """Answers ``call`` with an error and cancels its request. Does nothing if the call has ended."""
         inner = self._open.get(call)
+        if inner is None and call not in self._waiting:
+            return
+        self._close(call)
+        call.answered(error, True)
         if inner is not None:
-            self._close(call)
-            call.answered(error, True)
             self._withdraw(inner)
-        elif call in self.waiting:
-            del self.waiting[call]
-            call.caller.in_flight -= 1
-            call.answered(error, True)
+
+    def _note(self, call: ModelCall) -> None:
+        call.caller.in_flight += 1
+        for request in call.requests:
+            self.of.setdefault(request, {})[call] = None
 
     def _close(self, call: ModelCall) -> None:
-        del self._open[call]
+        self._open.pop(call, None)
+        self._waiting.pop(call, None)
         call.caller.in_flight -= 1
         self._agenda.wake(self.settle)
         for request in call.requests:

@@ -95,11 +95,11 @@ class Dispatcher:
         self._check = check
         #: The models that the worker's loop asks for work, and the functions that it calls, each with the time at which.
         self.agenda: Agenda[AgendaPart] = Agenda()
-        self._outbox = Outbox(options.arenas, self.agenda)
+        self._outbox = Outbox(options.arenas, self.agenda, self._ended)
         self.lane_answers = self._outbox.lane_answers
         self._cached = CachedAnswers(models, self._outbox, clock)
         self.responses = Responses(
-            options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.withdraw, self._ended, self.agenda
+            options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.withdraw, self.agenda
         )
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
@@ -507,7 +507,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def _ended(self, *requests: Request) -> None:
-        if self.calls.of or self.calls.waiting:
+        if self.calls.of:
             self.calls.ended(requests)
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import msgspec
@@ -45,7 +45,13 @@ _MAX_BLOCKED = 4
 class Outbox:
     """Sends one worker's answers to fronts and clients. Answers wait here for room in the response arena."""
 
-    def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
+    def __init__(
+        self,
+        options: Arenas,
+        agenda: Agenda[AgendaPart] | None = None,
+        ended: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """Makes an outbox. ``ended``: called with each request that has failed, or has got its last response of several."""
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters with answers that wait for room, because earlier answers were not taken.
@@ -53,6 +59,7 @@ class Outbox:
         self.lane_answers = LaneAnswers()
         self._refusals = RefusalLog()
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
+        self.ended = ended
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers a request with an error and ends it. If the model answers in order, earlier answers are sent first."""
@@ -64,6 +71,7 @@ class Outbox:
             request.submitter.blocked.append(BlockedAnswer(request, error, 0, sys.maxsize))
         else:
             self._fail(request, error)
+        self.ended(request)
 
     @staticmethod
     def _overtakes(request: Request) -> bool:

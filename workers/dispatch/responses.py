@@ -55,7 +55,6 @@ class Responses(ResponseReceiver):
         clock: Callable[[], int],
         max_ahead: int,
         withdraw: Callable[[Request], None],
-        ended: Callable[[Request], None],
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
         """Makes an object that sends models' responses to clients through ``outbox``. It holds no response yet.
@@ -66,7 +65,6 @@ class Responses(ResponseReceiver):
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
           withdraw: cancels whatever works on a request that ended because a response to it could not be sent.
-          ended: called with each request that has got its last response.
           agenda: tells the worker's event loop when to call ``gather``. If None, the caller must do so at ``look_ns``.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
@@ -77,7 +75,6 @@ class Responses(ResponseReceiver):
         self._clock = clock
         self.max_ahead = max_ahead
         self._withdraw = withdraw
-        self._ended = ended
         self._arrived: deque[tuple[ResponseSender, _Sent]] = deque()
         #: True if the loop was posted a call for them, or looks for them by itself.
         self._posted = False
@@ -370,7 +367,7 @@ class Responses(ResponseReceiver):
         request.version.statistics.streamed(sender, now_ns, failure)
         if request.sink is None:
             self._outbox.end(request, error, runs=not sender.returned)
-        self._ended(request)
+        self._outbox.ended(request)
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"

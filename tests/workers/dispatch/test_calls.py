@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.operations import ModelReady
+from tensord.workers.imports import import_system
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tests.records import Tensor
-from tests.repositories import applying, write_model
+from tests.repositories import applying, fields, write_model
+from tests.workers.made_requests import request_of
 from tests.workers.worker_loop import WorkerLoop
 
 #: Notes that it runs, holds its call until there is a file "open", and then makes it, if any is to be made.
@@ -119,3 +124,52 @@ def test_a_call_of_a_model_that_does_not_come(loop: WorkerLoop, tmp_path: Path) 
         loop.tell(msgspec.structs.replace(reply, call_id=loop.hear(ControlCall).call_id))
         (answer,) = loop.answers(1)
         assert (answer.code, end in answer.message) == (code, True)
+
+
+_LATE = """
+    from pathlib import Path
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            (request,) = requests
+            request.get_response_sender().send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            inputs = [pb_utils.get_input_tensor_by_name(request, "x")]
+            asked = pb_utils.InferenceRequest(model_name="middle", requested_output_names=["y"], inputs=inputs)
+            Path("CAME").write_text(str(asked.exec().has_error()))
+"""
+
+
+def test_a_call_that_has_one_answer_is_served_behind_the_last_response(loop: WorkerLoop, tmp_path: Path) -> None:
+    import_system.prepare()
+    write_model(tmp_path, MIDDLE, applying('return {"y": inputs["x"]}', "x FP32[1]", "y FP32[1]"))
+    decoupled = fields("x FP32 1", "y FP32 1", "model_transaction_policy { decoupled: true }")
+    write_model(tmp_path, FIRST, _LATE.replace("CAME", str(tmp_path / "came")), decoupled)
+    for name in (MIDDLE, FIRST):
+        loop.load(tmp_path / name)
+    loop.submit(FIRST, [_tensor(3.0)])
+    loop.answers(1)
+    while any(version.busy for version in loop.worker._models):
+        loop.worker.iterate()
+    assert (tmp_path / "came").read_text() == "False"
+
+
+def test_each_call_is_looked_at_once_when_its_requests_end(loop: WorkerLoop) -> None:
+    """One that a batch has left is that of each of its requests. A request outside of the batch has it go on."""
+
+    class Counted:
+        looks = 0
+
+        @property
+        def requests(self) -> list[Request]:
+            self.looks += 1
+            return [*batch, other]
+
+    submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, None))
+    batch, other = [request_of({}) for _ in range(100)], request_of({}, submitter=submitter)
+    calls, call = loop.worker._dispatcher.calls, cast(Any, Counted())
+    submitter.in_flight[other.request_id] = other
+    calls.of.update({request: {call: None} for request in batch})
+    calls.ended(batch)
+    assert call.looks == 1
+    calls.of.clear()

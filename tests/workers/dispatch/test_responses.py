@@ -20,7 +20,7 @@ from tensord.config.options import Arenas
 from tensord.shm.arena import Arena
 from tensord.shm.channel import pair
 from tensord.shm.control_records import Unload, Unloaded
-from tensord.shm.errors import Cancelled, Internal, Unavailable
+from tensord.shm.errors import Cancelled, DeadlineExceeded, Internal, Unavailable
 from tensord.shm.lane import SubmitterLane, WorkerLane
 from tensord.shm.regions import Leased
 from tensord.workers.dispatch import dispatcher
@@ -60,15 +60,13 @@ class Bench:
         self.posted: list[Any] = []
         self.lane = ALane()
         self.submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, self.lane))
-        #: The requests of which a response could not be sent, and those that have ended.
+        #: The requests of which a response could not be sent.
         self.withdrawn: list[Request] = []
-        self.ended: list[Request] = []
         self.responses = self._responses(ARENAS)
 
     def _responses(self, arenas: Arenas) -> Responses:
         outbox, most = Outbox(arenas), 100 * MEBIBYTE
-        told = self.withdrawn.append, self.ended.append
-        return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, *told)
+        return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, self.withdrawn.append)
 
     def ask(self, request_id: int = 1) -> ResponseSender:
         request = request_of({}, version=self.version, submitter=self.submitter, request_id=request_id)
@@ -495,6 +493,20 @@ _FAILS = 'raise ValueError("no")'
 _LATER = """import threading
             send, last = request.get_response_sender().send, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             threading.Timer(0.05, send, kwargs={"flags": last}).start()"""
+#: One request goes round again, another one runs until there is a file.
+_ROUND = """import os, time
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            while n.as_numpy()[0] == 2 and not os.path.exists("OPEN"):
+                time.sleep(0.001)
+            if n.as_numpy()[0] == 2:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
+                request.get_response_sender().send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)"""
+#: The request ends before the call begins.
+_LATE = _TRITON.replace(
+    "n = ",
+    "request.get_response_sender().send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)\n            n = ",
+    1,
+)
 
 
 @pytest.mark.parametrize(
@@ -509,6 +521,8 @@ _LATER = """import threading
         (_TRITON, _FAILS, _CONFIG, True),
         (_TRITON, _LATER, _CONFIG, False),
         (_TRITON.replace("ASYNC", "async"), _FAILS, _CONFIG, True),
+        (_LATE, "return", _CONFIG, False),
+        (_LATE.replace("ASYNC", "async"), "return", _CONFIG, False),
     ],
 )
 def test_a_call_ends_with_the_request_that_left_it(
@@ -565,6 +579,25 @@ def test_a_request_that_is_cancelled_between_two_rounds_leaves_nothing(loop: Wor
         loop.front.cancel(asked)
         assert loop.front.flush()
         assert [each.code for each in rest(loop) if each.final] == [Cancelled.code]
+
+
+def test_a_request_that_is_late_between_two_rounds_leaves_no_call(loop: WorkerLoop, tmp_path: Path) -> None:
+    load_endless(loop, tmp_path, "endless")
+    rounds = _TRITON.replace("END", _ROUND.replace("OPEN", str(tmp_path / "open"))).replace("ASYNC ", "")
+    write_model(tmp_path, "leaves", rounds, _CONFIG + "sequence_batching { iterative_sequence: true oldest { } }")
+    loop.load(tmp_path / "leaves")
+    inputs = [Tensor("n", "INT32", (1,), np.ones(1, np.int32).tobytes())]
+    late = loop.submit("leaves", inputs, own={"deadline_ns": time.monotonic_ns() + 300_000_000})
+    other = submit(loop, "leaves", 2)
+    assert [(each.request_id, each.code) for each in loop.answers(1)] == [(late, DeadlineExceeded.code)]
+    calls = loop.worker._dispatcher.calls
+    assert late not in [call.requests[0].request_id for call in calls._open]
+    (tmp_path / "open").touch()
+    assert [(each.request_id, each.final) for each in rest(loop)] == [(other, True)]
+    assert not calls._open
+    loop.tell(Unload("leaves", 1))
+    loop.hear(Unloaded)
+    gc.collect()  # what the model kept of its calls goes while the loop is there
 
 
 def test_whatever_a_coroutine_asks_for_a_client_that_is_far_behind_stops(loop: WorkerLoop, tmp_path: Path) -> None:
