@@ -260,12 +260,10 @@ class JsonStrings:
         limit = search + PIECE_BYTE_SIZE
         while (found := _SEPARATOR.search(self.text, search, limit)) is not None:
             mark = found.start()
-            before = bytes(self.text[max(start, mark - 64) : mark])
-            if not before.strip(b"\\"):
-                before = bytes(self.text[start:mark])
+            before = bytes(self.text[start:mark])
             if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
                 return mark + 1, found.end()
-            search = mark + 1
+            start = search = mark + 1
         return (-1, -1) if limit < len(self.text) else (len(self.text) - 1, len(self.text))
 
     def _long_piece(self, start: int, opening: bytes) -> tuple[list[str], int, bool]:

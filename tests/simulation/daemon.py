@@ -309,6 +309,7 @@ class Daemon:
                 (opening, "socket", types.SimpleNamespace(socket=OpenedSocket)),
                 (compression, "_INFLATE_OUT", _STEP),
                 (compression, "DEFLATE_IN", _STEP),
+                (exchange, "DEFLATE_IN", _STEP),
                 (http_server, "Http1Connection", numbered(Http1Connection)),
                 (grpc_server, "Http2Connection", numbered(Http2Connection)),
                 (os, "pidfd_open", self.pidfd_open),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensord.daemon.http import json_steps
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonBase64, JsonStrings
 from tensord.shm.arrays import byte_content
 from tensord.shm.errors import InvalidArgument
@@ -77,6 +78,20 @@ def test_what_is_wrong_in_a_long_string(wrong: str) -> None:
         text = "a" * at + wrong + "a" * (PIECE_BYTE_SIZE * 4 - at)
         with pytest.raises(InvalidArgument, match=r"failed to parse the request JSON|does not match true shape"):
             filled(JsonStrings(memoryview(f'["a", "{text}", "b"]'.encode()), "x", 3))
+
+
+def test_what_is_before_separators_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in a string, behind more backslashes than most have."""
+    text, read = b'["' + (b"\\" * 65 + b'","') * 1500 + b'"]', list[int]()
+
+    def copied(part: memoryview) -> bytes:
+        read.append(len(part))
+        return bytes(part)
+
+    monkeypatch.setattr(json_steps, "bytes", copied, raising=False)
+    with pytest.raises(InvalidArgument):
+        filled(JsonStrings(memoryview(text), "x", 3))
+    assert sum(read) < 2 * len(text)
 
 
 def test_an_array_for_strings_that_does_not_begin_with_one() -> None:
