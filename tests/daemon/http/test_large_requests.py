@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensord.config.options import Http, Options
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.messages import Slice
 from tests.daemon.http.large_client import (
@@ -26,7 +27,7 @@ from tests.daemon.http.large_client import (
 )
 from tests.generated import examples
 from tests.records import Tensor, WholeAnswer, WholeRequest, is_numbered
-from tests.work.connection import Bench, KeptTransport
+from tests.work.connection import OPTIONS, Bench, KeptTransport
 
 TIMES = 4
 
@@ -333,6 +334,23 @@ async def test_a_client_that_leaves_in_the_middle(at: int, bench: Bench, worker:
     worker.answer()
     await turns()
     assert transport.writes == []
+
+
+@pytest.mark.parametrize("turn", range(4))
+async def test_a_client_that_leaves_while_its_answer_is_compressed(turn: int) -> None:
+    options = Options(expert=OPTIONS.expert, http=Http(response_compression="low"))
+    with contextlib.closing(LargeBench(options)) as bench:
+        worker, transport = EchoingWorker(bench), bench.connect()
+        transport.arrive(request(tensor(1, 4 * SIZE), "Accept-Encoding: gzip"))
+        await turns()
+        worker.take()
+        worker.answer()
+        await turns(3 + turn)
+        assert bench.serving.conversions._jobs
+        transport._protocol.connection_lost(None)
+        await turns(20)
+        assert worker.leases == 0
+        assert transport.writes == []
 
 
 async def test_requests_that_come_before_the_answer(bench: Bench, worker: EchoingWorker) -> None:

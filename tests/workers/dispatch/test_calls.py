@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +12,9 @@ import msgspec
 import numpy as np
 
 from tensord.shm.control_records import ControlCall, Reply
+from tensord.shm.errors import Cancelled, ServingError
 from tensord.shm.operations import ModelReady
+from tensord.workers.calls.caller import Caller, ModelPort, calling
 from tensord.workers.imports import import_system
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
@@ -154,22 +158,42 @@ def test_a_call_that_has_one_answer_is_served_behind_the_last_response(loop: Wor
     assert (tmp_path / "came").read_text() == "False"
 
 
-def test_each_call_is_looked_at_once_when_its_requests_end(loop: WorkerLoop) -> None:
-    """One that a batch has left is that of each of its requests. A request outside of the batch has it go on."""
+class LeftCall:
+    """Counts how often it was asked for its requests."""
 
-    class Counted:
-        looks = 0
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self.caller = Caller(ModelPort("m", 1, None))
+        self.looks = 0
+        self.code = ""
 
-        @property
-        def requests(self) -> list[Request]:
-            self.looks += 1
-            return [*batch, other]
+    @property
+    def requests(self) -> Sequence[Request]:
+        self.looks += 1
+        return self._requests
 
+    def answered(self, error: ServingError, final: bool) -> None:
+        self.code = error.code
+
+
+def test_a_call_of_many_requests_ends_with_the_last_and_is_looked_at_once(loop: WorkerLoop) -> None:
     submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, None))
-    batch, other = [request_of({}) for _ in range(100)], request_of({}, submitter=submitter)
-    calls, call = loop.worker._dispatcher.calls, cast(Any, Counted())
-    submitter.in_flight[other.request_id] = other
-    calls.of.update({request: {call: None} for request in batch})
+    *batch, last = [request_of({}, submitter=submitter, request_id=number) for number in range(100)]
+    calls, call = loop.worker._dispatcher.calls, LeftCall([last, *batch])
+    submitter.in_flight[last.request_id] = last
+    calls._waiting[cast(Any, call)] = None
+    calls._note(cast(Any, call))
+    call.looks = 0
     calls.ended(batch)
-    assert call.looks == 1
-    calls.of.clear()
+    assert (call.looks, call.code) == (1, "")
+    submitter.in_flight.clear()
+    calls.ended([last])
+    assert (call.code, call.caller.in_flight, calls.of, calls._waiting) == (Cancelled.code, 0, {}, {})
+
+
+def test_a_run_that_fails_is_over() -> None:
+    """What its threads call later is made for no request, as behind one that returns."""
+    caller = Caller(ModelPort("m", 1, None), [request_of({})])
+    with contextlib.suppress(ValueError), calling(caller):
+        raise ValueError
+    assert caller.requests == ()
