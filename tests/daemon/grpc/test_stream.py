@@ -227,6 +227,17 @@ def test_a_message_is_not_late_for_what_is_not_read() -> None:
     assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
 
 
+def test_a_message_is_not_late_of_which_its_buffer_has_enough() -> None:
+    wire, stream, call = opened(body_timeout=10.0, min_rate=1000)
+    receive(stream, prefixed(bytes(1000))[:100])
+    wire.data_stream, wire.data_read = stream, 800
+    stream.check(stream.partial_since + 2.7, 0.0)
+    assert not call.gone
+    wire.data_stream = None
+    stream.check(stream.partial_since + 2.7, 0.0)
+    assert call.gone
+
+
 def test_a_message_is_not_late_for_what_its_client_may_not_send() -> None:
     """While the stream is held, its client may have no window: the time for the message begins anew when it goes on."""
     wire, stream, call = opened(body_timeout=10.0, min_rate=1000)

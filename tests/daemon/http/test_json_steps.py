@@ -72,6 +72,12 @@ def test_a_long_string_is_read_in_pieces(kind: str, ascii_only: bool) -> None:
     assert count > len(text) / (2 * PIECE_BYTE_SIZE)
 
 
+def test_a_piece_does_not_end_between_strings() -> None:
+    first, second = "x" * (PIECE_BYTE_SIZE + 5000), "y" * PIECE_BYTE_SIZE * 2
+    text = f'["{first}",{" " * (PIECE_BYTE_SIZE // 2)}"{second}"]'
+    assert converted(text, 2) == wire([first, second])
+
+
 @pytest.mark.parametrize("wrong", ["\\q", "\\ud83d", "\n", '"x', '"', '",'])
 def test_what_is_wrong_in_a_long_string(wrong: str) -> None:
     for at in (0, PIECE_BYTE_SIZE * 2, PIECE_BYTE_SIZE * 4 - 1):
