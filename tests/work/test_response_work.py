@@ -42,7 +42,7 @@ class Loop:
         self.lane = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
         self.now_ns = 1
         self.agenda: Agenda[AgendaPart] = Agenda()
-        outbox = Outbox(ARENAS, self.agenda)
+        outbox = Outbox(ARENAS, self.agenda, lambda request: None)
         self.responses = Responses(
             *(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE), lambda request: None, self.agenda
         )

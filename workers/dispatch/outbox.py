@@ -45,12 +45,7 @@ _MAX_BLOCKED = 4
 class Outbox:
     """Sends one worker's answers to fronts and clients. Answers wait here for room in the response arena."""
 
-    def __init__(
-        self,
-        options: Arenas,
-        agenda: Agenda[AgendaPart] | None = None,
-        ended: Callable[[Request], None] = lambda request: None,
-    ) -> None:
+    def __init__(self, options: Arenas, agenda: Agenda[AgendaPart], ended: Callable[[Request], None]) -> None:
         """Makes an outbox. ``ended``: called with each request that has failed, or has got its last response of several."""
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
@@ -58,7 +53,7 @@ class Outbox:
         self.blocked: dict[SubmitterLink[Request], None] = {}
         self.lane_answers = LaneAnswers()
         self._refusals = RefusalLog()
-        self._agenda: Agenda[AgendaPart] = agenda or Agenda()
+        self._agenda = agenda
         self.ended = ended
 
     def fail(self, request: Request, error: ServingError) -> None:

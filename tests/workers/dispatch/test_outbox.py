@@ -19,7 +19,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import Failure, VersionStatistics
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import LaneOwner, SubmitterLink
-from tensord.workers.scheduling.agenda import NEVER
+from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.tensors.signature import signature
 from tests.records import WholeAnswer, noting
 from tests.workers.made_requests import request_of
@@ -68,7 +68,8 @@ class ALane:
 
 @pytest.fixture
 def outbox() -> Outbox:
-    return Outbox(Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0))
+    arenas = Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0)
+    return Outbox(arenas, Agenda(), lambda request: None)
 
 
 Submitters = Callable[[], tuple[SubmitterLink, ALane]]

@@ -33,7 +33,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender
 from tensord.workers.requests.result import STREAMED
 from tensord.workers.requests.submitter_link import SubmitterLink
-from tensord.workers.scheduling.agenda import NEVER
+from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
 from tests.open_files import no_descriptors_left
@@ -65,7 +65,7 @@ class Bench:
         self.responses = self._responses(ARENAS)
 
     def _responses(self, arenas: Arenas) -> Responses:
-        outbox, most = Outbox(arenas), 100 * MEBIBYTE
+        outbox, most = Outbox(arenas, Agenda(), lambda request: None), 100 * MEBIBYTE
         return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, self.withdrawn.append)
 
     def ask(self, request_id: int = 1) -> ResponseSender:
