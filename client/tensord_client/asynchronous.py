@@ -10,14 +10,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensord_client.client import Client, Place, connection
+from tensord_client.client import AnyClient, Place, connection
 from tensord_client.common.call import Call, Own, named
 from tensord_client.common.connection import Connection
 from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT
 from tensord_client.common.latest import Newest
 from tensord_client.common.model import Calls, Model, SequenceSteps
 from tensord_client.common.pending import end_wait
-from tensord_client.common.results import Answer, Array, Tensor
+from tensord_client.common.results import Answer, Array
 from tensord_client.common.scheduling import SequenceId
 from tensord_client.errors import DeadlineExceeded
 from tensord_client.parameters import ModelParameters
@@ -26,15 +26,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
+class AsyncClient(AnyClient, contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """A connection to a server, for programs on an event loop. Any number of requests may be in flight.
 
     ``connect_async`` makes it.
     """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._connection = client._connection
 
     async def model(
         self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = ""
@@ -53,40 +49,12 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         description = await asyncio.to_thread(self._connection.open, name, version)
         return AsyncModel(self._connection, description, version, timeout, parameter_set)
 
-    def empty(
-        self,
-        tensor: Tensor | Sequence[int] | int,
-        dtype: Any = None,
-        *,
-        shape: Sequence[int] | None = None,
-        device: str = "",
-    ) -> Any:
-        """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
-
-        An array in host memory is an ordinary array if requests go over HTTP, or if this process serves the models itself.
-
-        Args:
-          tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape.
-          dtype: the array's numpy dtype. It is needed if ``tensor`` is a shape, and ignored if ``tensor`` is an item.
-          shape: the array's shape if ``tensor`` is an item. None means the item's shape, with 1 for each variable size (-1). It
-            is ignored if ``tensor`` is a shape.
-          device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
-
-        Raises: InvalidArgument: an argument is not valid, the array is too large, the dtype has no fixed size, or the server
-          cannot use the GPU.  Unavailable: there is no free memory now, no CUDA driver or no such GPU, or the client is closed.
-          Unsupported: GPU memory, if this process serves the models itself.
-        """
-        return self._client.empty(tensor, dtype, shape=shape, device=device)
-
     async def close(self) -> None:
         """Closes the connection. If this process serves models itself, they are unloaded. Idempotent."""
-        await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self._connection.close)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"<AsyncClient on {self._connection!r}>"
 
 
 class AsyncModel(Calls, contextlib.AbstractAsyncContextManager["AsyncModel"]):
@@ -404,4 +372,4 @@ async def connect_async(
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` has none of these forms, or ``headers`` has a
       malformed name or value, or a field that the client writes by itself.
     """
-    return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience, headers)))
+    return AsyncClient(await asyncio.to_thread(connection, address, wait, patience, headers))

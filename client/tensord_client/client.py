@@ -49,29 +49,12 @@ _PAUSE = 0.1
 Place = Union[str, "os.PathLike[str]"]
 
 
-class Client(AbstractContextManager["Client"]):
-    """A connection to a server. ``model`` looks up the server's models.
-
-    Thread-safe. After a fork the child process connects anew by itself.
-    """
+class AnyClient:
+    """Base class of ``Client`` and ``AsyncClient``. It has a connection to a server, and makes arrays that the two share."""
 
     def __init__(self, connection: Connection) -> None:
-        """Wraps an open connection in a client. Programs call ``connect`` instead."""
+        """Wraps an open connection in a client. Programs call ``connect`` or ``connect_async`` instead."""
         self._connection = connection
-
-    def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
-        """Looks up a model on the server and returns it as a function of arrays.
-
-        Args:
-          version: the version to call, or 0 for the newest at the time of each call.
-          parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
-          timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
-
-        Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
-          answers.  InvalidArgument: an argument has a wrong type.  ServingError: any other error of the server.
-        """
-        name, version = named(name, version)
-        return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
 
     def empty(
         self,
@@ -86,7 +69,7 @@ class Client(AbstractContextManager["Client"]):
         If the client uses HTTP or serves the models in its own process, an array on the host is an ordinary numpy array.
 
         Args:
-          tensor: an item of ``Model.inputs`` or ``Model.outputs``, or a shape.
+          tensor: an item of a model's ``inputs`` or ``outputs``, or a shape.
           dtype: the numpy dtype, if ``tensor`` is a shape. It is ignored if ``tensor`` is an item.
           shape: the complete shape, if ``tensor`` is an item with variable sizes (-1). None makes every variable size 1.
           device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
@@ -113,18 +96,39 @@ class Client(AbstractContextManager["Client"]):
             raise InvalidArgument(f"an array of shape {list(wanted)} has a negative dimension")
         return self._connection.empty_on(device, wanted, dtype) if device else self._connection.empty(wanted, dtype)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a client cannot be pickled, it is its process's own: call connect() in each process")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {self._connection!r}>"
+
+
+class Client(AnyClient, AbstractContextManager["Client"]):
+    """A connection to a server. ``model`` looks up the server's models.
+
+    Thread-safe. After a fork the child process connects anew by itself.
+    """
+
+    def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
+        """Looks up a model on the server and returns it as a function of arrays.
+
+        Args:
+          version: the version to call, or 0 for the newest at the time of each call.
+          parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
+          timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
+
+        Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
+          answers.  InvalidArgument: an argument has a wrong type.  ServingError: any other error of the server.
+        """
+        name, version = named(name, version)
+        return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
+
     def close(self) -> None:
         """Closes the connection. If this process serves models itself, they are unloaded. Idempotent."""
         self._connection.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a client cannot be pickled, it is its process's own: call connect() in each process")
-
-    def __repr__(self) -> str:
-        return f"<Client on {self._connection!r}>"
 
 
 def connect(
