@@ -274,30 +274,6 @@ static PyObject *datagram(PyObject *module, PyObject *given) {
     return made(&to);
 }
 
-static PyObject *datagrams(PyObject *module, PyObject *record) {
-    char *content;
-    Py_ssize_t size;
-    (void)module;
-    if (PyBytes_AsStringAndSize(record, &content, &size))
-        return NULL;
-    WRITER(to);
-    tensord__put_datagram(&to, 1);
-    tensord__put(&to, content, (size_t)size);
-    PyObject *whole = made(&to), *parts = whole == NULL ? NULL : PyList_New(0);
-    Py_ssize_t all = whole == NULL ? 0 : PyBytes_Size(whole), most = size > ROOM ? ROOM : all;
-    for (Py_ssize_t at = 1; parts != NULL && at < all; at += most) {
-        Py_ssize_t length = at + most < all ? most : all - at;
-        PyObject *part = PyBytes_FromStringAndSize(PyBytes_AsString(whole) + at - 1, length + 1);
-        if (part == NULL || PyList_Append(parts, part))
-            Py_CLEAR(parts);
-        else
-            *PyBytes_AsString(part) = at + length < all ? TENSORD_PART : at > 1 ? TENSORD_LAST_PART : TENSORD_WHOLE;
-        Py_XDECREF(part);
-    }
-    Py_XDECREF(whole);
-    return parts;
-}
-
 /* ------------------------------------------------------------------------------------------------------------------ reading */
 
 static PyObject *str_of(tensord__text text) {
@@ -643,7 +619,6 @@ static PyObject *arrays(PyObject *module, PyObject *arguments) {
 static PyMethodDef functions[] = {
     {"arrays", arrays, METH_VARARGS, NULL},
     {"datagram", datagram, METH_O, NULL},
-    {"datagrams", datagrams, METH_O, NULL},
     {"integer", integer, METH_O, NULL},
     {"own_fields", own_fields, METH_VARARGS, NULL},
     {"prepare", prepare, METH_VARARGS, NULL},

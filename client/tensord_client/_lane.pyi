@@ -25,9 +25,6 @@ MAX_RELEASES: int
 def datagram(records: Iterable[bytes]) -> bytes:
     """Puts encoded records into one datagram. They may have at most ``ROOM`` bytes together."""
 
-def datagrams(record: bytes) -> list[bytes]:
-    """Splits one encoded record into as many datagrams as it needs."""
-
 def integer(value: int) -> bytes:
     """Encodes an integer, such as a prepared request's number. Raises OverflowError if it needs more than 64 bits."""
 

@@ -83,6 +83,17 @@ class LaneSocket:
                 _thread.start_new_thread(self._send_when_room, ())
                 self._has_sender = True
 
+    def send_record(self, record: bytes, ids: tuple[int, ...] = ()) -> None:
+        """Sends an encoded record in as many datagrams as it needs. ``ids`` and errors are those of ``send``."""
+        if len(record) <= wire.ROOM:
+            self.send(b"\x01\x91" + record, -1, ids)
+            return
+        content = b"\x91" + record
+        while len(content) > wire.ROOM:
+            self.send(b"\x02" + content[: wire.ROOM])
+            content = content[wire.ROOM :]
+        self.send(b"\x03" + content, -1, ids)
+
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
         """Sends a datagram without waiting. Returns False, and queues nothing, if the socket is full.
 

@@ -118,7 +118,7 @@ class ClientLane:
         #: format, and again once the lane has ended.
         self.exchange: wire.Exchange | None = None
         with contextlib.suppress(LaneEnded):
-            self.socket.send(wire.datagram((wire.record("V", wire.WIRE_VERSION),)))
+            self.socket.send_record(wire.record("V", wire.WIRE_VERSION))
 
     # ------------------------------------------------------------------------------------------------------ sending
 
@@ -183,7 +183,7 @@ class ClientLane:
             for gone in [number for number in self._announced if self.memory.segments.get(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((wire.record("S-", gone),)))
+                self.socket.send_record(wire.record("S-", gone))
         for number in segments:
             if number not in self._announced:
                 segment = self.memory.segments.get(number)
@@ -204,27 +204,20 @@ class ClientLane:
             self._numbers.clear()
         count = len(self._numbers)
         self._flush_outgoing()
-        for each in wire.datagrams(wire.prepare(count, prepared)):
-            self.socket.send(each)
+        self.socket.send_record(wire.prepare(count, prepared))
         number = self._numbers[prepared] = wire.integer(count)
         return number
 
     def _send_now(self, record: bytes, request_id: int) -> None:
         context = self._contexts.pop(request_id, b"") if self._contexts else b""
-        if not (self.answers.releases or self._outgoing or context) and len(record) <= wire.ROOM:
-            self.socket.send(b"\x01\x91" + record, -1, (request_id,))
-            return
         self._flush_outgoing()
         before = [each for each in (self.answers.release_record(), context) if each]
-        if sum(map(len, before)) + len(record) <= wire.ROOM:
+        if before and sum(map(len, before)) + len(record) <= wire.ROOM:
             self.socket.send(wire.datagram((*before, record)), -1, (request_id,))
             return
         if before:
             self.socket.send(wire.datagram(before))
-        parts = wire.datagrams(record)
-        for part in parts[:-1]:
-            self.socket.send(part)
-        self.socket.send(parts[-1], -1, (request_id,))
+        self.socket.send_record(record, (request_id,))
 
     def _flush_outgoing(self) -> None:
         """Sends the requests that ``submit`` has put off. The caller must hold ``self.lock``."""
@@ -251,7 +244,7 @@ class ClientLane:
         with self.lock, contextlib.suppress(LaneEnded):
             if not self.socket.closing:
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((record,)))
+                self.socket.send_record(record)
 
     def _release(self) -> None:
         # Otherwise the next request gives them back.
@@ -261,7 +254,7 @@ class ClientLane:
             release = self.answers.release_record()
             if release and not self.socket.closing:
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((release,)))
+                self.socket.send_record(release)
         except LaneEnded:
             pass
         finally:

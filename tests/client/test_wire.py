@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tensord_client.answer_memory import PreparedAnswer as ReadAnswer
 from tensord_client.common.results import Answer
 from tensord_client.common.scheduling import UNSCHEDULED, Scheduling
+from tensord_client.lane_socket import LaneSocket
 from tensord_client.native import wire
 
 from tensord.shm import messages
@@ -326,13 +328,21 @@ def test_what_has_no_encoding_is_an_error(given: Any) -> None:
 
 
 def test_a_large_record_is_cut_into_parts_that_the_server_joins() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    lane = LaneSocket(ours, 0)
     for size in (wire.ROOM - 100, wire.ROOM, wire.ROOM + 1, 4 * 60000):
         record = bytes(size)
-        parts = wire.datagrams(record)
+        lane.send_record(record)
+        parts = [theirs.recv(wire.MAX_DATAGRAM + 1)]
+        while parts[-1][0] == 2:
+            parts.append(theirs.recv(wire.MAX_DATAGRAM + 1))
         kinds = [part[0] for part in parts]
         assert kinds == ([1] if size <= wire.ROOM else [2] * (len(parts) - 1) + [3])
         assert max(map(len, parts)) <= wire.MAX_DATAGRAM
         assert b"".join([part[1:] for part in parts]) == b"\x91" + record
+    lane.close()
+    theirs.close()
 
 
 def test_the_two_directions_have_the_records_that_the_client_knows() -> None:
