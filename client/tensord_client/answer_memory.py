@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.common.arrays import decode, decode_strings, dtype_of, typestr
+from tensord_client.common.arrays import array_at, decode, decode_strings, dtype_of
 from tensord_client.common.datatypes import DATATYPES
 from tensord_client.common.mapping import mapped
 from tensord_client.common.results import Answer, Array, check_place, written
@@ -92,7 +92,6 @@ class AnswerLease:
         #: The lease's key; whoever gives the lease back removes it, so that this happens once.
         self._key = [key]
         self._segment = segment
-        self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
         """Adds this answer's ``byte_size`` to the bytes of answers that this process holds. ``release`` subtracts them again."""
@@ -110,32 +109,20 @@ class AnswerLease:
 
     __del__ = release
 
-    def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
+    def view(self, place: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns a read-only array on the leased memory, without a copy. The array keeps this lease alive.
 
-        Args:
-          place: the number of the segment, the offset in it, and the number of bytes.
-          name: the dtype's name in numpy's array interface, such as "<f4".
-
-        Raises: ValueError: the place is not inside the lease's segment, or has another size than the shape and dtype need.
+        ``place`` is the number of the segment, the offset in it, and the number of bytes. Raises ValueError if the place is not
+        inside the lease's segment, or has another size than the shape and dtype need.
         """
         segment, offset, byte_size = place
-        count = 1
-        for dim in shape:
-            count *= dim
-        if segment != self._segment.number or count * dtype.itemsize != byte_size:
+        if segment != self._segment.number or math.prod(shape) * dtype.itemsize != byte_size:
             raise ValueError(f"{byte_size} bytes in segment {segment} are no {dtype}{list(shape)}")
         if offset < 0 or offset + byte_size > self._segment.byte_size:
             raise ValueError(
                 f"offset {offset} and {byte_size} bytes leave a segment of {self._segment.byte_size} bytes"
             )
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(shape),
-            "typestr": name,
-            "data": (self._segment.address + offset, True),
-        }
-        return np.asarray(self)
+        return array_at(self._segment.address + offset, shape, dtype, self, read_only=True)
 
 
 class ResponseSegment:
@@ -306,13 +293,10 @@ def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) ->
         elif lease is None:
             raise ValueError(f"output '{output.name}' lies in no lease")
         elif output.datatype == "BYTES":
-            encoded = lease.view(content, (content[2],), "|u1", np.dtype(np.uint8))
+            encoded = lease.view(content, (content[2],), np.dtype(np.uint8))
             answer[output.name] = decode_strings(encoded, output.shape)
         else:
-            dtype = dtype_of(output.datatype)
-            name, viewed = typestr(dtype)
-            array = lease.view(content, output.shape, name, dtype)
-            answer[output.name] = array.view(dtype) if viewed else array
+            array = answer[output.name] = lease.view(content, output.shape, dtype_of(output.datatype))
             if output.name not in places:
                 views.append(array)
     written(answer, places)

@@ -20,7 +20,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from tensord_client.common.arrays import typestr
+from tensord_client.common.arrays import array_at
 from tensord_client.common.mapping import shared
 from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
 
@@ -117,7 +117,6 @@ class Block:
         self.offset = offset
         #: A multiple of the alignment.
         self.byte_size = byte_size
-        self.__array_interface__: dict[str, Any] = {}
 
     def __del__(self) -> None:
         self.memory.returned.append((self.segment, self.offset, self.byte_size))
@@ -153,26 +152,14 @@ class Memory:
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
         """Makes a C-contiguous array with undefined content in shared memory, aligned to 64 bytes.
 
-        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is not valid.  Unavailable:
-          there is no room for the array now, or ``close`` was called.
+        ``dtype`` has a fixed size. Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is
+          no room for the array now, or ``close`` was called.
         """
         dtype = np.dtype(dtype)
-        if dtype.hasobject:
-            raise InvalidArgument(f"an array of {dtype} cannot lie in shared memory: its elements have no fixed size")
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(dim) for dim in shape)
-        if any(dim < 0 for dim in shape):
-            raise InvalidArgument(f"an array of shape {list(shape)} has a negative dimension")
         needed = math.prod(shape) * dtype.itemsize
         block = self._allocate(-(-max(needed, 1) // ALIGNMENT) * ALIGNMENT)
-        name, viewed = typestr(dtype)
-        block.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "typestr": name,
-            "data": (block.segment.address + block.offset, False),
-        }
-        array = np.asarray(block)
-        return array.view(dtype) if viewed else array
+        return array_at(block.segment.address + block.offset, shape, dtype, block)
 
     def locate(self, array: np.ndarray) -> Place | None:
         """Returns where an array lies: (segment number, offset, size), or (region name, offset, size) if it is on a GPU.

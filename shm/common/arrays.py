@@ -112,11 +112,14 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
     return np.frombuffer(content, dtype_of(datatype)).reshape(tuple(shape))
 
 
-def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns the "typestr" of a dtype for numpy's ``__array_interface__``, and whether this typestr means raw bytes.
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any, read_only: bool = False) -> np.ndarray:
+    """Makes an array of the memory at ``address``, without a copy. The array keeps ``owner`` alive.
 
-    The typestr of bfloat16 is "|V2": two raw bytes. An array made with this typestr needs ``array.view(dtype)``.
+    Sets the attribute ``__array_interface__`` of ``owner``.
     """
-    if dtype.kind == "V" and dtype.names is None:
-        return f"|V{dtype.itemsize}", True
-    return dtype.str, False
+    # numpy reads the name of bfloat16 as that of a struct: the array is made of raw bytes first.
+    is_raw = dtype.kind == "V" and dtype.names is None
+    kind = f"|V{dtype.itemsize}" if is_raw else dtype.str
+    owner.__array_interface__ = {"version": 3, "shape": shape, "typestr": kind, "data": (address, read_only)}
+    array = np.asarray(owner)
+    return array.view(dtype) if is_raw else array
