@@ -14,7 +14,7 @@ import reprlib
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
@@ -126,14 +126,14 @@ class HttpConnection(Connection):
         body: Sequence[Buffer] = (),
         deadline: float | None = None,
         patience: float | None = None,
-        exchange: type[_Get] | None = None,
+        read: Callable[[HttpResponse], Any] | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))
         # What is small leaves in one piece.
         pieces = [b"".join((head, b"\r\n", *body[:1])), *body[1:]]
-        made = (exchange or _Get)(pieces, deadline, method == "GET")
+        made = HttpExchange(pieces, read or _read, deadline, method == "GET")
         found: tuple[Any, dict[bytes, bytes]] = self._send(made, patience).result()
         return found
 
@@ -158,7 +158,7 @@ class HttpConnection(Connection):
 
     def config(self, model: str, version: int) -> dict[str, Any]:
         path = f"{_path(model, version)}/config"
-        return cast("dict[str, Any]", self._request("GET", path, exchange=_Config)[0])
+        return cast("dict[str, Any]", self._request("GET", path, read=_read_config)[0])
 
     def parameters(self, model: str, version: int) -> ModelParameters:
         return ModelParameters(self.manage, model, version)
@@ -233,7 +233,7 @@ class HttpConnection(Connection):
 
     # --------------------------------------------------------------------------------------------------------- the codec
 
-    def _infer(self, call: Call) -> _Infer:
+    def _infer(self, call: Call) -> HttpExchange:
         # What lies on a GPU is named, and the server uses it there.
         contents = [b"" if self._region(array) else content(array) for array in call.inputs.values()]
         head, size = self._head(call, contents)
@@ -242,7 +242,9 @@ class HttpConnection(Connection):
         # What is small leaves in one piece.
         first = head[:-size] + lengths + head[-size:]
         pieces: list[Buffer] = [first, *contents] if tail > _SMALL else [b"".join([first, *contents])]
-        return _Infer(pieces, call)
+        decoder = _Decoder(call.places)
+        read_next = decoder.read_next if call.streams else None
+        return HttpExchange(pieces, decoder.read, call.deadline, call.pure, call.model, read_next)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
         key = None
@@ -310,34 +312,29 @@ class HttpConnection(Connection):
         return f"<HttpConnection to {self.address}>"
 
 
-class _Get(HttpExchange):
-    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
-        if response.status != 200:
-            raise _error(response)
-        return _json(response, response.text) if response.text else None, response.fields
+def _read(response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
+    if response.status != 200:
+        raise _error(response)
+    return _json(response, response.text) if response.text else None, response.fields
 
 
-class _Config(_Get):
-    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
-        # Who needs a key for it, or has no such thing, serves the model all the same.
-        return ({}, response.fields) if response.status in (403, 501) else super().read(response)
+def _read_config(response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
+    # Who needs a key for it, or has no such thing, serves the model all the same.
+    return ({}, response.fields) if response.status in (403, 501) else _read(response)
 
 
-class _Live(_Get):
-    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
-        # Whoever refuses is there; a proxy says so where its server is not.
-        if response.status in (502, 503, 504):
-            raise Unreached(_error(response).message)
-        return None, response.fields
+def _read_life(response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
+    # Whoever refuses is there; a proxy says so where its server is not.
+    if response.status in (502, 503, 504):
+        raise Unreached(_error(response).message)
+    return None, response.fields
 
 
-class _Infer(HttpExchange):
-    """An inference request. Its answer is JSON and the bytes of tensors."""
+class _Decoder:
+    """Reads the answer to an inference request: JSON and the bytes of tensors."""
 
-    def __init__(self, pieces: list[Buffer], call: Call) -> None:
-        super().__init__(pieces, call.deadline, call.pure, call.model)
-        self.streams = call.streams
-        self._places = call.places
+    def __init__(self, places: Mapping[str, Array]) -> None:
+        self._places = places
 
     def read(self, response: HttpResponse) -> Answer:
         if response.status != 200:
@@ -455,7 +452,7 @@ def reached(address: Address, patience: float, fields: bytes = b"") -> HttpConne
     connection = HttpConnection(address, patience=patience, fields=fields)
     try:
         until = time.monotonic() + _LONGEST
-        connection._request("GET", "/v2/health/live", deadline=until, patience=0.0, exchange=_Live)
+        connection._request("GET", "/v2/health/live", deadline=until, patience=0.0, read=_read_life)
     except ServingError as error:
         connection.close()
         where = "" if str(address) in error.message else f"{address}: "

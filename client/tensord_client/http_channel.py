@@ -256,6 +256,7 @@ class HttpChannel:
         #: True once all bytes of the request are sent: the server may have it.
         self.sent = False
         self._out: list[Buffer] = []
+        #: True: the server has answered before all bytes were sent, and the others are dropped.
         self._cut = False
         family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -329,28 +330,20 @@ class HttpChannel:
         if self._out:
             try:
                 self._send()
-            except BlockingIOError:
-                # It is looked at as well whether the server refuses before it has all of the request.
-                if not self.is_readable:
-                    return select.POLLOUT | select.POLLIN
-                self._give_up_sending()
-            except (BrokenPipeError, ConnectionResetError):
-                # A server that refuses says why before it closes.
-                if not self.is_readable:
-                    raise
-                self._give_up_sending()
-            else:
                 self.sent = True
+            except (BlockingIOError, BrokenPipeError, ConnectionResetError) as error:
+                # A server that refuses may answer before it has all of the request, and says why before it closes.
+                if self.is_readable:
+                    self._out, self._cut = [], True
+                elif isinstance(error, BlockingIOError):
+                    return select.POLLOUT | select.POLLIN
+                else:
+                    raise
             return select.POLLIN
         try:
             return self._receive()
         except BlockingIOError:
             return select.POLLIN
-
-    def _give_up_sending(self) -> None:
-        """Drops the unsent bytes, because the server answered before all were sent."""
-        self._out = []
-        self._cut = True
 
     def _send(self) -> None:
         out = self._out

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensord_client.common.call import MAX_WAITING
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
@@ -133,31 +133,21 @@ class Pool:
             pending.forget()
 
 
-class HttpExchange:
-    """Base class of HTTP requests. Holds the parts of the request to send as ``pieces``. Subclasses decode the response.
+class HttpExchange(NamedTuple):
+    """The parts of an HTTP request to send, as ``pieces``, and functions that decode the response."""
 
-    Attributes:
-      deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
-      pure: True if running the request twice does no harm. A request that may have run can then be sent again.
-      model: the name of the model that the request is for, or "".
-    """
-
-    #: True: any number of results may come, and each is returned as soon as it has come.
-    streams = False
-
-    def __init__(self, pieces: Sequence[Buffer], deadline: float | None, pure: bool, model: str = "") -> None:
-        self.pieces = pieces
-        self.deadline = deadline
-        self.pure = pure
-        self.model = model
-
-    def read(self, response: HttpResponse) -> Any:
-        """Returns the result of a complete answer. Raises ServingError if the answer is an error."""
-        raise NotImplementedError
-
-    def read_next(self, response: HttpResponse) -> Any:
-        """Returns the next result in ``response``, or None if it is incomplete. Raises ServingError if an error came."""
-        raise NotImplementedError
+    pieces: Sequence[Buffer]
+    #: Returns the result of a complete answer. Raises ServingError if the answer is an error.
+    read: Callable[[HttpResponse], Any]
+    #: The time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
+    deadline: float | None = None
+    #: True if running the request twice does no harm. A request that may have run can then be sent again.
+    pure: bool = True
+    #: The name of the model that the request is for, or "".
+    model: str = ""
+    #: Returns the next of any number of results, or None if it is incomplete. Raises ServingError if an error came. None: one
+    #: result is expected.
+    read_next: Callable[[HttpResponse], Any] | None = None
 
 
 class HttpRequest(Pending[Any]):
@@ -207,7 +197,7 @@ class HttpRequest(Pending[Any]):
         # What is small is one piece of ours already.
         if not self.done() and len(self._exchange.pieces) > 1:
             content = b"".join(self._exchange.pieces)
-            self._exchange.pieces = [content]
+            self._exchange = self._exchange._replace(pieces=[content])
             if self._channel is not None:
                 self._channel.keep(content)
 
@@ -234,7 +224,7 @@ class HttpRequest(Pending[Any]):
         if self._arrived or self.done():
             return 0
         if self._pool.is_closed:
-            self._end_early(Cancelled(CLOSED))
+            self._finish(Cancelled(CLOSED), keeps=False)
             return 0
         if not self._granted or (self._again_at and time.monotonic() < self._again_at):
             return 0
@@ -243,22 +233,22 @@ class HttpRequest(Pending[Any]):
                 self._again_at, self._asked = 0.0, False
                 self._channel = HttpChannel(self._pool.address)
                 if self._pool.is_closed:  # since the look above: nobody has shut this channel down
-                    self._end_early(Cancelled(CLOSED))
+                    self._finish(Cancelled(CLOSED), keeps=False)
                     return 0
             if not self._asked:
-                self._channel.send(self._exchange.pieces, self._exchange.streams)
+                self._channel.send(self._exchange.pieces, self._exchange.read_next is not None)
                 self._asked = True
             mask = self._channel.advance()
             self._look(self._channel.response)
             return 0 if self._arrived or self.done() else mask
         except MalformedResponse as error:
-            self._end_early(Unreached(f"{self._pool.address}: {error}"))
+            self._finish(Unreached(f"{self._pool.address}: {error}"), keeps=False)
         except OSError as error:
             self._broke(error)
         except ServingError as error:
             self._finish(error)
         except Exception as error:  # such as no memory for the answer: the thread has other requests to end
-            self._end_early(Internal(f"the server's answer cannot be read: {error!r}"))
+            self._finish(Internal(f"the server's answer cannot be read: {error!r}"), keeps=False)
         return 0
 
     def _look(self, response: HttpResponse) -> None:
@@ -266,8 +256,9 @@ class HttpRequest(Pending[Any]):
 
         If the server answers that it is stopping, tries again later. Raises ServingError: the answer is an error.
         """
-        if self._exchange.streams and response.status == 200:
-            found = self._exchange.read_next(response)
+        read_next = self._exchange.read_next
+        if read_next is not None and response.status == 200:
+            found = read_next(response)
             if found is not None:
                 self.add(found)
                 self.notify()
@@ -283,30 +274,22 @@ class HttpRequest(Pending[Any]):
             self.add(self._exchange.read(response))
             self._finish(None)
 
-    def _finish(self, error: ServingError | None) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None and not channel.may_be_kept:
-            channel.close()
-            channel = None
+    def _finish(self, error: ServingError | None, keeps: bool = True) -> None:
         if error is not None:
             self.add(error)
-        if self.end():
-            self._pool.give(self, channel)
+        self._release(keeps)
         self.notify()
 
-    def _end_early(self, error: ServingError) -> None:
-        self.add(error)
-        self._release()
-        self.notify()
-
-    def _release(self) -> None:
+    def _release(self, keeps: bool = False) -> None:
+        """Ends this request. Gives its connection back if ``keeps`` is True and it can be used again, else closes it."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
         channel, self._channel = self._channel, None
-        if channel is not None:
+        if channel is not None and not (keeps and channel.may_be_kept):
             channel.close()
-        self._pool.give(self, None)
+            channel = None
+        self._pool.give(self, channel)
 
     def _broke(self, error: OSError) -> None:
         """Closes the connection, which failed with ``error``. Sends the request again later, or ends it with Unavailable.
@@ -314,21 +297,20 @@ class HttpRequest(Pending[Any]):
         A completely sent request is sent again only once, and only if running it twice does no harm.
         """
         channel, self._channel = self._channel, None
-        why = error.strerror or str(error)
+        if channel is not None:
+            channel.close()
         if channel is None or not channel.sent:
-            if channel is not None:
-                channel.close()
+            why = error.strerror or str(error)
             self._try_again(Unreached(f"no server answers at {self._pool.address}: {why}"))
             return
-        channel.close()
         self._deaths += 1
-        if self._exchange.streams and channel.response.begun:
-            self._end_early(Unavailable(_CUT.format(self._pool.address)))
+        if self._exchange.read_next is not None and channel.response.begun:
+            self._finish(Unavailable(_CUT.format(self._pool.address)), keeps=False)
         elif not self._exchange.pure:
             said = "before it answered; the request may have run, and is not sent again"
-            self._end_early(Unavailable(f"the server at {self._pool.address} ended {said}"))
+            self._finish(Unavailable(f"the server at {self._pool.address} ended {said}"), keeps=False)
         elif self._deaths > 1:
-            self._end_early(Unavailable(f"the server at {self._pool.address} ended twice before it answered"))
+            self._finish(Unavailable(f"the server at {self._pool.address} ended twice before it answered"), keeps=False)
         else:
             self._try_again(Unreached(f"the server at {self._pool.address} ended before it answered"))
 
@@ -336,7 +318,7 @@ class HttpRequest(Pending[Any]):
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         if now - self._failing_since >= self._patience:
-            self._end_early(otherwise)
+            self._finish(otherwise, keeps=False)
             return
         self._again_at = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -18,7 +18,7 @@ from tensord_client.http_request import HttpExchange, HttpRequest, Pool, Waiter
 
 
 def queued(pool: Pool) -> HttpRequest:
-    return HttpRequest(pool, HttpExchange([b"x"], None, True), Waiter, 1.0)
+    return HttpRequest(pool, HttpExchange([b"x"], lambda response: None), Waiter, 1.0)
 
 
 async def answer(pending: HttpRequest) -> object:
@@ -121,7 +121,7 @@ def test_a_request_that_ends_while_a_connection_is_looked_for_leaves_its_own_to_
 def test_a_callback_that_comes_after_the_end_of_the_waiter_is_called() -> None:
     """A request may be sent before ``close``, and get its callback when the waiter's thread, and its pipe, have gone."""
     pool, waiter = Pool(Address("none"), limit=0), Waiter()
-    pending = HttpRequest(pool, HttpExchange([b"x"], None, True), lambda: waiter, 1.0)
+    pending = HttpRequest(pool, HttpExchange([b"x"], lambda response: None), lambda: waiter, 1.0)
     pool.close()
     waiter.close()
     waiter._thread.join(10)
