@@ -233,15 +233,8 @@ class Tracer:
             return None
         ids = sampled(traceparent) if traceparent and self._spans is not None else None
         parent = ids and SpanIds(*ids)
-        if parent is None:
-            turn = sampler.turn
-            if turn is None:
-                return None
-            if turn.left:
-                turn.left -= 1
-                return None
-            if not sampler.hit():
-                return None
+        if parent is None and not sampler.hit():
+            return None
         trace = Trace(self._next_id, sampler, model, self.exemplars, self._protocol)
         if self._spans is not None:
             trace.join(self._spans, parent, began_ns or time.monotonic_ns())

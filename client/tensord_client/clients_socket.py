@@ -70,27 +70,28 @@ class ClientsSocket:
             if not isinstance(error, OSError):
                 raise
             raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
-        came = descriptors_in(ancillary)
-        if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            _close(came)
-            self.close()
-            if content:
-                raise Unavailable(
-                    f"the answer of the daemon at {self._path} was cut: no descriptor is left in this process"
-                )
-            raise Unavailable(f"the daemon at {self._path} has closed the connection")
-        try:
-            answer = json.loads(content)
-            if not isinstance(answer, dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            _close(came)
-            self.close()
-            raise Unknown(f"the daemon at {self._path} answered with no JSON object") from error
-        if "error" in answer:
-            _close(came)
-            raise from_code(str(answer.get("code", "")), str(answer["error"]))
-        return answer, [socket.socket(fileno=fd) for fd in came]
+        with contextlib.ExitStack() as refused:
+            came = descriptors_in(ancillary)
+            for fd in came:
+                refused.callback(os.close, fd)
+            if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                self.close()
+                if content:
+                    raise Unavailable(
+                        f"the answer of the daemon at {self._path} was cut: no descriptor is left in this process"
+                    )
+                raise Unavailable(f"the daemon at {self._path} has closed the connection")
+            try:
+                answer = json.loads(content)
+                if not isinstance(answer, dict):
+                    raise ValueError("no object")
+            except ValueError as error:
+                self.close()
+                raise Unknown(f"the daemon at {self._path} answered with no JSON object") from error
+            if "error" in answer:
+                raise from_code(str(answer.get("code", "")), str(answer["error"]))
+            refused.pop_all()
+            return answer, [socket.socket(fileno=fd) for fd in came]
 
     def close(self) -> None:
         """Closes the connection. The daemon then ends all lanes that were opened over it. Idempotent."""
@@ -104,9 +105,3 @@ class ClientsSocket:
             if poll.poll(0):  # no answer is owed, so it is the end
                 self.close()
         return self._sock.fileno() < 0
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

@@ -229,12 +229,9 @@ def sealed(pieces: Sequence[Buffer]) -> int:
             while len(rest):
                 rest = rest[os.write(fd, rest) :]
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise Unavailable(f"the host has no {byte_size} bytes of memory for parameters") from error
-        raise
-    except BaseException:
-        os.close(fd)
         raise
     return fd

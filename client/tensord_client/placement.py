@@ -293,15 +293,11 @@ class Placement:
         if slot is not None:
             return slot
         arrays = {name: self.room(array) for name, array in layout.copied}
-        places: dict[str, Place] = {}
-        for name, array in arrays.items():
-            place = self.memory.locate(array)
-            assert place is not None
-            places[name] = place
+        places = {name: self.memory.locate(array) for name, array in arrays.items()}
         placed = [(name, datatype, shape, places.get(name, place)) for name, datatype, shape, place in layout.tensors]
         segments: set[int] = set()
-        for lies in places.values():
-            note_segment(segments, lies)
+        for place in places.values():
+            note_segment(segments, place)
         return Slot(self.slots, layout.kind, arrays, encode(call, placed, layout.outputs), tuple(segments))
 
 
