@@ -86,26 +86,6 @@ static int may_send(const exchange_t *self) {
            PyList_GetItem(object[CLOSURES], 0) == PyList_GetItem(object[KNOWN_CLOSURES], 0);
 }
 
-/* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
-static int set_timeout(const exchange_t *self, uint64_t left_ns) {
-    long milliseconds = 0;
-    if (left_ns) {
-        uint64_t left = left_ns / 1000000u;
-        for (milliseconds = 1; left > 1; left >>= 1)
-            milliseconds <<= 1;
-    }
-    lock_t *reading = (lock_t *)self->object[READING];
-    if (reading->timeout_ms == milliseconds)
-        return 0;
-    struct timeval timeout = {milliseconds / 1000, milliseconds % 1000 * 1000};
-    if (setsockopt(self->fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) != 0) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        return -1;
-    }
-    reading->timeout_ms = milliseconds;
-    return 0;
-}
-
 /* Returns whether a prepared request has never been sent, so that it is sent in full, as most are used once; -1 with an exception. */
 static int is_first(const exchange_t *self, PyObject *prepared) {
     if (PySet_Size(self->object[ONCE]) >= TENSORD_MAX_NUMBERS)
@@ -412,7 +392,7 @@ PyObject *ask_for(exchange_t *self, PyObject *sender, PyObject *call, PyObject *
     uint64_t id;
     if (!may_send(self) || !is_first_to_leave(self) || PyDict_Size(self->object[HELD]) >= self->most_held || !take_lock((lock_t *)self->object[READING]))
         Py_RETURN_NONE;
-    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, Py_None, Py_None, &id), *answer = NULL;
+    PyObject *key = set_timeout((lock_t *)self->object[READING], self->fd, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, Py_None, Py_None, &id), *answer = NULL;
     if (key == NULL) {
         if (end_reading(self))
             return NULL;

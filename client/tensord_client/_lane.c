@@ -644,16 +644,11 @@ static PyStructSequence_Desc placed_description = {"tensord_client._lane.Placed"
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tensord_client._lane", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 static int add_constants(PyObject *module) {
-    static const struct {
-        const char *name;
-        long value;
-    } constants[] = {{"MAX_DATAGRAM", TENSORD_MAX_DATAGRAM}, {"MAX_NUMBERS", TENSORD_MAX_NUMBERS}, {"MAX_RECORD", TENSORD_MAX_RECORD},
-                     {"MAX_RELEASES", MAX_RELEASES},         {"ROOM", ROOM},                       {"SOURCE", SOURCE},
-                     {"WIRE_VERSION", TENSORD_WIRE}};
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value))
-            return -1;
-    return 0;
+    return PyModule_AddIntConstant(module, "MAX_DATAGRAM", TENSORD_MAX_DATAGRAM) ||
+           PyModule_AddIntConstant(module, "MAX_NUMBERS", TENSORD_MAX_NUMBERS) ||
+           PyModule_AddIntConstant(module, "MAX_RECORD", TENSORD_MAX_RECORD) || PyModule_AddIntMacro(module, MAX_RELEASES) ||
+           PyModule_AddIntMacro(module, ROOM) || PyModule_AddIntMacro(module, SOURCE) ||
+           PyModule_AddIntConstant(module, "WIRE_VERSION", TENSORD_WIRE);
 }
 
 #define INTERNED(text) || (attr.text = PyUnicode_InternFromString(#text)) == NULL

@@ -95,6 +95,10 @@ int is_answer(const exchange_t *self, PyObject *object);
 
 uint64_t now_ns(void);
 
+/* Has a receive end after the time that is left, or before: after a power of two in ms, so that the next wait, which is about as long, need
+ * not set it again. The rest is waited for after. 0: without limit. Not 0: there is an exception. */
+int set_timeout(lock_t *reading, int fd, uint64_t left_ns);
+
 /* Defines where a datagram is received. It has at most one descriptor; there is room for what is wrong with it, too. */
 #define MESSAGE(name, memory)                                                                                                     \
     char control[CMSG_SPACE(4 * sizeof(int))] __attribute__((aligned(sizeof(size_t))));                                           \

@@ -155,18 +155,17 @@ class Lock:
 
     #: 1: somebody holds it.
     held: int
-    #: The receive timeout that the socket has, in milliseconds; 0: none.
-    timeout_ms: int
     def __init__(self, limit_ns: int = 0, /) -> None: ...
     def acquire(self, blocking: bool = True, /) -> bool: ...
     def release(self) -> None: ...
     def __enter__(self) -> bool: ...
     def __exit__(self, *raised: object) -> None: ...
     def receive(
-        self, fd: int, memory: bytearray, flags: int, /
+        self, fd: int, memory: bytearray, flags: int, left_ns: int, /
     ) -> tuple[int, list[tuple[int, int, bytes]], int] | None:
         """Receives a datagram into ``memory``, and may poll before it sleeps. ``flags`` is 0 or MSG_DONTWAIT.
 
+        With flags 0 it waits for ``left_ns`` or less, or without limit if that is 0.
         Returns the datagram's size, ancillary data and flags, or None if nothing has come. The size is 0 if the other end is
         closed.
         """

@@ -45,6 +45,21 @@ ssize_t receive(lock_t *reading, int fd, int flags, struct msghdr *message) {
     }
 }
 
+int set_timeout(lock_t *reading, int fd, uint64_t left_ns) {
+    long milliseconds = left_ns > 0;
+    for (uint64_t left = left_ns / 1000000u; left > 1; left >>= 1)
+        milliseconds <<= 1;
+    if (reading->timeout_ms == milliseconds)
+        return 0;
+    struct timeval timeout = {milliseconds / 1000, milliseconds % 1000 * 1000};
+    if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) != 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    reading->timeout_ms = milliseconds;
+    return 0;
+}
+
 PyObject *datagram_of(ssize_t size, struct msghdr *message) {
     PyObject *found = PyList_New(0);
     for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
@@ -62,7 +77,8 @@ PyObject *datagram_of(ssize_t size, struct msghdr *message) {
 static PyObject *receive_into(lock_t *self, PyObject *arguments) {
     PyObject *memory;
     int fd, flags;
-    if (!PyArg_ParseTuple(arguments, "iO!i", &fd, &PyByteArray_Type, &memory, &flags))
+    unsigned long long left_ns;
+    if (!PyArg_ParseTuple(arguments, "iO!iK", &fd, &PyByteArray_Type, &memory, &flags, &left_ns) || (!(flags & MSG_DONTWAIT) && set_timeout(self, fd, left_ns)))
         return NULL;
     MESSAGE(message, memory);
     ssize_t size = receive(self, fd, flags, &message);
@@ -158,7 +174,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef members[] = {{"held", T_INT, offsetof(lock_t, held), READONLY, NULL}, {"timeout_ms", T_LONG, offsetof(lock_t, timeout_ms), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMemberDef members[] = {{"held", T_INT, offsetof(lock_t, held), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL}};
 

@@ -31,6 +31,17 @@ class LaneEnded(Exception):
     """The worker's end of a lane is closed, so a message could not be sent."""
 
 
+def time_left(until: float | None) -> int:
+    """Returns how many ns are left until ``until``, a time of ``time.monotonic()`` in seconds, or 0 if it is None: no limit.
+
+    Raises WaitEnded if ``until`` has passed.
+    """
+    left = 1.0 if until is None else until - time.monotonic()
+    if left <= 0:
+        raise WaitEnded
+    return 0 if until is None else max(1, int(left * 1e9))
+
+
 class LaneSocket:
     """The client's socket of a lane, and a queue of datagrams that the socket had no room for."""
 
@@ -145,37 +156,17 @@ class LaneSocket:
 
     # ---------------------------------------------------------------------------------------------------- receiving
 
-    def limit_wait(self, until: float | None) -> None:
-        """Sets the timeout of ``ClientLane.receive``, so that ``receive`` waits until about ``until`` or returns earlier.
-
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no timeout. To wait until ``until``, call
-        ``limit_wait`` and ``receive`` in a loop. Raises WaitEnded if ``until`` has passed.
-        """
-        milliseconds = 0
-        if until is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise WaitEnded
-            # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
-            milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
-        if milliseconds != self.reading.timeout_ms:
-            timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            self.reading.timeout_ms = milliseconds
-
     def wait_for_room(self, until: float | None) -> bool:
         """Waits until the socket can send or receive, at most until ``until``. If the socket can send, sends queued datagrams.
 
         Returns True if the caller must now receive a datagram, else False. ``until`` is a time of ``time.monotonic()`` in
         seconds, or None for no limit. Raises WaitEnded if ``until`` had passed before the call.
         """
-        left = None if until is None else until - time.monotonic()
-        if left is not None and left <= 0:
-            raise WaitEnded
+        left_ns = time_left(until)
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLOUT)
         found = 0
-        for _, event in poll.poll(None if left is None else left * 1000):
+        for _, event in poll.poll(left_ns / 1e6 if left_ns else None):
             found |= event
         if found & select.POLLOUT:
             with self.lock:

@@ -25,7 +25,7 @@ from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Answer, Description
 from tensord_client.common.submission import least_busy
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
+from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket, time_left
 from tensord_client.memory import Memory
 from tensord_client.native import wire
 
@@ -301,12 +301,13 @@ class ClientLane:
 
     # ---------------------------------------------------------------------------------------------------- receiving
 
-    def receive(self, flags: int = 0) -> bool:
+    def receive(self, flags: int = 0, left_ns: int = 0) -> bool:
         """Receives one datagram, and hands each answer in it to the answer's request. Returns whether a datagram had come.
 
-        The caller has the lock ``reading``. ``flags`` 0 waits for a datagram, and ``AT_ONCE`` does not wait.
+        The caller has the lock ``reading``. ``flags`` 0 waits for a datagram, for at most ``left_ns`` or less, or without limit
+        if that is 0. ``AT_ONCE`` does not wait.
         """
-        datagram = self.reading.receive(self.socket.sock.fileno(), self.socket.received, flags)
+        datagram = self.reading.receive(self.socket.sock.fileno(), self.socket.received, flags, left_ns)
         if datagram is None:
             return False
         self.handle(*datagram)
@@ -453,8 +454,7 @@ class ClientLane:
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if ``until`` has passed.
         """
         if not self.socket.backlog:
-            self.socket.limit_wait(until)
-            self.receive()
+            self.receive(0, time_left(until))
         elif self.socket.wait_for_room(until):
             self.receive(AT_ONCE)
 

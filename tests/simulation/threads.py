@@ -310,10 +310,9 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
     close, send_at_once, send = ClientLane.close, LaneSocket.send_at_once, LaneConnection._send
     add_done_callback = pending_module.Pending.add_done_callback
 
-    def received(self: ClientLane, flags: int = 0) -> bool:
+    def received(self: ClientLane, flags: int = 0, left_ns: int = 0) -> bool:
         if not flags:
-            timeout_ms = self.reading.timeout_ms
-            wait(_polled(self.socket.sock), _after(timeout_ms / 1000 if timeout_ms else None))
+            wait(_polled(self.socket.sock), _after(left_ns / 1e9 if left_ns else None))
         return receive(self, AT_ONCE)
 
     def begun(self: LaneSocket, sock: socket.socket, spin_ns: int) -> None:
