@@ -45,13 +45,13 @@ class Guarded:
     """Protects this process from SIGBUS when it uses a mapped file that a client has truncated, until ``release`` is called.
 
     When a missing page is read or written, the mapping gets zeros from this page to its end, and what is written there no
-    longer reaches the file. Call ``guard.install`` first.
+    longer reaches the file. Call ``guard.install`` first. Protects from nothing if the C extension is missing.
     """
 
     __slots__ = ("_slot",)
 
     def __init__(self, mapping: memoryview) -> None:
-        self._slot: int | None = _guard.add(mapping)
+        self._slot: int | None = _guard.add(mapping) if available else None
 
     @property
     def faults(self) -> int:

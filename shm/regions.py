@@ -184,7 +184,7 @@ class Region(_ObjectRegion):
         super().__init__(name, fd, offset, byte_size)
         try:
             self._whole = self._map(populate)
-            self._guard = guard.Guarded(self._whole) if guard.available else None
+            self._guard = guard.Guarded(self._whole)
         except OverflowError as error:
             os.close(fd)
             raise refused(name, error, Unavailable) from None
@@ -229,12 +229,11 @@ class Region(_ObjectRegion):
         the result is not 0, the region's bytes are not valid. If ``tensord.shm.guard.available`` is False, a read or write of a
         missing page kills the process.
         """
-        return 0 if self._guard is None else self._guard.faults
+        return self._guard.faults
 
     def hold(self, held: bool) -> None:
         """Records whether a GPU's driver has page-locked the region. See ``guard.Guarded.hold``."""
-        if self._guard is not None:
-            self._guard.hold(held)
+        self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
         """Writes ``content`` at ``offset``. Raises InvalidArgument if the range is outside the region."""
@@ -252,9 +251,8 @@ class Region(_ObjectRegion):
             return
         os.close(self.fd)
         self.fd = -1
-        if self._guard is not None:
-            # A model may keep an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
-            weakref.finalize(self._whole.obj, self._guard.release).atexit = False
+        # A model may keep an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
+        weakref.finalize(self._whole.obj, self._guard.release).atexit = False
         self._whole.release()
 
 

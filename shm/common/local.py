@@ -153,17 +153,14 @@ class LocalConnection(Connection):
             )
         with in_our_words():
             name, order = original(model)
-            found = self._models.get((name, version)) or self._loaded_once(name, version)
-            return found.derivative(model) if order else found
-
-    def _loaded_once(self, name: str, version: int) -> Served:
-        with self._loading:
-            if self._closed:
-                raise Unavailable(CLOSED)
             found = self._models.get((name, version))
             if found is None:
-                found = self._models[name, version] = self._load(name, version)
-            return found
+                with self._loading:
+                    if self._closed:
+                        raise Unavailable(CLOSED)
+                    found = self._models.get((name, version)) or self._load(name, version)
+                    self._models[name, version] = found
+            return found.derivative(model) if order else found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
         return self._loaded(model, version).config
