@@ -37,7 +37,7 @@ from tensord.shm.segment import Page, Segment
 
 #: Neither half of a key is 0.
 Key = tuple[int, int]
-_HALVES = Struct("<QQ")
+_HALVES, _HEAD = Struct("<QQ"), Struct("<4Q")
 #: Keys are cached: a sequence has many requests, and a key costs as much as looking for it on two pages.
 _MOST_KNOWN = 4096
 _LAYOUT = 1
@@ -139,17 +139,9 @@ class SequencePage(Page):
         Raises InvalidArgument if the memfd has no sequence page. Raises Unavailable if the memfd cannot be mapped now.
         """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
-        words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
-        whole = (
-            words is not None
-            and len(words) > _HEADER
-            and words[0] == _LAYOUT
-            and words[3] < 40
-            and len(words) == _HEADER + (_ENTRY << words[3])
-        )
-        if words is not None:
-            words.release()
-        if not whole:
+        header = bytes(segment.view[: _HEAD.size]).ljust(_HEAD.size, b"\0")
+        layout, _, _, bits = _HEAD.unpack(header)
+        if layout != _LAYOUT or bits >= 40 or segment.byte_size != 8 * (_HEADER + (_ENTRY << bits)):
             segment.close()
             raise InvalidArgument("not a sequence page")
         return cls(segment)

@@ -161,17 +161,16 @@ class ClientLane:
             if traceparent:
                 self._contexts[request_id] = wire.record("tc", request_id, traceparent[3:35], traceparent[36:52])
             self.in_flight[request_id] = request
-            if not in_turn:
-                self.queued[request_id] = record
-                with contextlib.suppress(LaneEnded):  # which its end tells the request
-                    self._advance()
+            if in_turn:
+                try:
+                    self._send_now(record, request_id)
+                except LaneEnded:
+                    self.in_flight.pop(request_id, None)
+                    raise
                 return request_id
-            try:
-                self._send_now(record, request_id)
-            except LaneEnded:
-                self.in_flight.pop(request_id, None)
-                raise
-            return request_id
+            self.queued[request_id] = record
+        self.advance()
+        return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
         """Tells the worker which segments the client has closed, and sends the segments in ``segments`` that the worker lacks.
@@ -263,13 +262,10 @@ class ClientLane:
     def advance(self) -> None:
         """Sends as many queued requests as the worker takes now. Does nothing if the worker has ended."""
         with self.lock, contextlib.suppress(LaneEnded):
-            self._advance()
-
-    def _advance(self) -> None:
-        while self.queued and len(self.in_flight) - len(self.queued) < self._most and not self.socket.closing:
-            request_id = next(iter(self.queued))
-            self._send_now(self.queued[request_id], request_id)
-            del self.queued[request_id]
+            while self.queued and len(self.in_flight) - len(self.queued) < self._most and not self.socket.closing:
+                request_id = next(iter(self.queued))
+                self._send_now(self.queued[request_id], request_id)
+                del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
         """Cancels a request. If the request was already sent, tells the worker, and reads until the worker's last answer to it.
