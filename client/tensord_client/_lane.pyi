@@ -155,6 +155,8 @@ class Lock:
 
     #: 1: somebody holds it.
     held: int
+    #: For how long ``receive`` may poll.
+    limit_ns: int
     def __init__(self, limit_ns: int = 0, /) -> None: ...
     def acquire(self, blocking: bool = True, /) -> bool: ...
     def release(self) -> None: ...
@@ -169,12 +171,6 @@ class Lock:
         Returns the datagram's size, ancillary data and flags, or None if nothing has come. The size is 0 if the other end is
         closed.
         """
-
-    def begin(self, now_ns: int) -> int:
-        """Begins a wait at ``now_ns``. Returns when ``receive`` would stop polling, or 0 if it would not poll."""
-
-    def end(self, now_ns: int) -> None:
-        """Ends a wait at ``now_ns``."""
 
 class Placed(tuple[Any, ...]):
     """A request whose inputs the worker can read: the fields to send, and what to keep until the answer comes."""

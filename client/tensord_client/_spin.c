@@ -92,19 +92,6 @@ static PyObject *receive_into(lock_t *self, PyObject *arguments) {
     return Py_BuildValue("i[]i", 0, 0);
 }
 
-static PyObject *begin_at(lock_t *self, PyObject *given) {
-    unsigned long long now = PyLong_AsUnsignedLongLong(given);
-    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(tensord__begin_wait(&self->waits, now));
-}
-
-static PyObject *end_at(lock_t *self, PyObject *given) {
-    unsigned long long now = PyLong_AsUnsignedLongLong(given);
-    if (PyErr_Occurred())
-        return NULL;
-    tensord__end_wait(&self->waits, now);
-    Py_RETURN_NONE;
-}
-
 /* Python's own lock can only be asked by a call; this one is a field, which whoever has the interpreter reads. */
 
 int take_lock(lock_t *self) { return self->held ? 0 : (self->held = 1); }
@@ -165,8 +152,6 @@ static void drop(lock_t *self) {
 /* They are described in _lane.pyi. */
 static PyMethodDef methods[] = {
     {"receive", (PyCFunction)(void (*)(void))receive_into, METH_VARARGS, NULL},
-    {"begin", (PyCFunction)(void (*)(void))begin_at, METH_O, NULL},
-    {"end", (PyCFunction)(void (*)(void))end_at, METH_O, NULL},
     {"acquire", (PyCFunction)(void (*)(void))acquire, METH_VARARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))release, METH_NOARGS, NULL},
     {"__enter__", (PyCFunction)(void (*)(void))acquire, METH_VARARGS, NULL},
@@ -174,7 +159,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef members[] = {{"held", T_INT, offsetof(lock_t, held), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMemberDef members[] = {{"held", T_INT, offsetof(lock_t, held), READONLY, NULL}, {"limit_ns", T_ULONGLONG, offsetof(lock_t, waits.limit), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL}};
 

@@ -36,10 +36,12 @@ def time_left(until: float | None) -> int:
 
     Raises WaitEnded if ``until`` has passed.
     """
-    left = 1.0 if until is None else until - time.monotonic()
+    if until is None:
+        return 0
+    left = until - time.monotonic()
     if left <= 0:
         raise WaitEnded
-    return 0 if until is None else max(1, int(left * 1e9))
+    return max(1, int(left * 1e9))
 
 
 class LaneSocket:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +26,35 @@ from tests.open_files import no_descriptors_left
 
 _PATIENCE = 120.0
 _LIMIT = 300_000
+_INCLUDE = Path(__file__).parents[2] / "shm/common/include"
 
 
-def test_it_polls_when_the_daemon_would() -> None:
+class Waits:
+    """The rule of tensord_wire.h, by which the client's part in C polls as well."""
+
+    def __init__(self, folder: Path, limit_ns: int) -> None:
+        (folder / "waits.c").write_text(
+            "#include <tensord_wire.h>\n"
+            "uint64_t begin(tensord__waits *waits, uint64_t now) { return tensord__begin_wait(waits, now); }\n"
+            "void end(tensord__waits *waits, uint64_t now) { tensord__end_wait(waits, now); }\n"
+        )
+        command = ("cc", "-shared", "-fPIC", "-I", f"{_INCLUDE}", "-o", f"{folder}/waits.so", f"{folder}/waits.c")
+        subprocess.run(command, check=True)
+        self._rule = ctypes.CDLL(f"{folder}/waits.so")
+        self._rule.begin.restype = ctypes.c_uint64
+        self._state = (ctypes.c_uint64 * 8)(limit_ns)
+
+    def begin(self, now_ns: int) -> int:
+        return int(self._rule.begin(self._state, ctypes.c_uint64(now_ns)))
+
+    def end(self, now_ns: int) -> None:
+        self._rule.end(self._state, ctypes.c_uint64(now_ns))
+
+
+def test_it_polls_when_the_daemon_would(tmp_path: Path) -> None:
     """One rule for both ends of a lane, in two distributions."""
     chance = random.Random(0)
-    ours, theirs = wire.Lock(_LIMIT), spin.Spin(_LIMIT)
+    ours, theirs = Waits(tmp_path, _LIMIT), spin.Spin(_LIMIT)
     now, ended, polled = 10**12, 0, set()
     for _ in range(1000):
         begun = ours.begin(now)
@@ -42,8 +68,8 @@ def test_it_polls_when_the_daemon_would() -> None:
     assert polled == {True, False}
 
 
-def test_without_a_limit_it_never_polls() -> None:
-    never = wire.Lock(0)
+def test_without_a_limit_it_never_polls(tmp_path: Path) -> None:
+    never = Waits(tmp_path, 0)
     never.begin(5)
     never.end(5)
     assert never.begin(5) == 0
@@ -106,20 +132,17 @@ def test_a_full_socket_without_a_descriptor_to_keep() -> None:
 def answers_quickly(limit_ns: int) -> Any:
     """Returns a lock whose holder has just had a short wait."""
     made = wire.Lock(limit_ns)
-    now = time.monotonic_ns()
-    made.begin(now)
-    made.end(now)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.send(b"an answer")
+        assert made.receive(ours.fileno(), bytearray(16), 0, 0) == (9, [], 0)
     return made
 
 
 def test_the_daemon_says_for_how_long(connection: LaneConnection) -> None:
     connection.open("slow")
     for lane in connection.models["slow", 0].lanes:
-        found = lane.socket.reading
-        assert found is not None
-        found.begin(5)
-        found.end(5)
-        assert found.begin(5) == 5 + _LIMIT
+        assert lane.socket.reading.limit_ns == _LIMIT
 
 
 @pytest.mark.parametrize("way", ["prepared", "asked"])
