@@ -319,7 +319,7 @@ class WorkerProcess(ChildProcess):
         for instance in self.instances():
             instance._page = Muted()
         self.dies, self.scheduler.current = True, self
-        for thread in self.threads:
+        for thread in list(self.threads):  # one that ends leaves them
             thread.end()
         self.scheduler.current = None
         super().bury()
