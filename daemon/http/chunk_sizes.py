@@ -13,6 +13,8 @@ import re
 from tensord.daemon.front.status import BodyTooLarge
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
+#: Matches a size beyond 64 bits, in which the parser counts.
+_HUGE = re.compile(rb"0*[1-9A-Fa-f][0-9A-Fa-f]{16}")
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 #: Matches the extensions behind a chunk's size, and the end of the line.
 _EXTENSIONS = re.compile(rb'(?:;%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\.)*"))?)*\r\n' % (_TOKEN, _TOKEN))
@@ -83,7 +85,11 @@ class ChunkSizes:
             cut = data.find(b"\n", at, end)
             self._line += data[at : end if cut < 0 else cut + 1]
             at = end if cut < 0 else cut + 1
-            self._check_lines(len(self._line))
+            # The parser would refuse it in the middle of a line that comes in parts.
+            huge = _HUGE.match(self._line) if self._phase is _Phase.SIZE else None
+            self._check_lines(huge.end() if huge else len(self._line))
+            if huge:
+                raise self._too_large(1 << 63)
             if cut >= 0:
                 line, self._line = self._line, b""
                 self._take_line(line)
@@ -113,8 +119,11 @@ class ChunkSizes:
             if _EXTENSIONS.fullmatch(line, size.end()) is None:
                 self._phase = _Phase.LOST
                 return
-            raise ChunkRefused(*BodyTooLarge(f"has at least {min(self._total, 1 << 63)} bytes", self._max_body).refusal)
+            raise self._too_large(self._total)
         self._left, self._phase = byte_size, _Phase.CRLF
+
+    def _too_large(self, byte_size: int) -> ChunkRefused:
+        return ChunkRefused(*BodyTooLarge(f"has at least {byte_size} bytes", self._max_body).refusal)
 
     def _check_lines(self, byte_size: int) -> None:
         if self._spent + byte_size > self._max_lines:
