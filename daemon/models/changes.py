@@ -71,6 +71,8 @@ class Models:
         self._wanted: set[str] = set()
         #: Names of models that could not even be tried when they were asked for last, with the reason.
         self._refused: dict[str, str] = {}
+        #: Names of new models that could not be read for want of file descriptors and are read again, with the error.
+        self._unread: dict[str, str] = {}
         self._repositories = Repositories()
         #: Scans the folders that options name, as ``Repositories.scan`` does.
         self.scan = self._repositories.scan
@@ -274,6 +276,18 @@ class Models:
         return task
 
     async def _bring_found(self, name: str, found: FoundModel | None) -> str:
+        if found is None or not found.lacking or name in self.lifecycle.models:
+            return await self._bring_read(name, found)
+        # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
+        self._unread[name] = f"the model {found.error}"
+        self._supervisor.model_changed(self._unread_state(name))
+        try:
+            return await self._bring_read(name, found)
+        finally:
+            del self._unread[name]
+            self._supervisor.model_changed(self._refused_state(name) if name in self._refused else ModelGone(name, 0))
+
+    async def _bring_read(self, name: str, found: FoundModel | None) -> str:
         if found is not None and (given := self._overrides.of(found)):
             try:
                 return await self._bring(await self._read(name, repository.overridden, found.path, given))
@@ -410,6 +424,9 @@ class Models:
         awaited = bool(self.ensembles.awaits(self.ensembles.members(name)))
         return ModelState(name, 0, "UNAVAILABLE", self._refused[name], awaited=awaited)
 
+    def _unread_state(self, name: str) -> ModelState:
+        return ModelState(name, 0, "UNAVAILABLE", self._unread[name], awaited=True)
+
     def _dismiss(self, name: str) -> None:
         if self._refused.pop(name, None) is not None:
             self._supervisor.model_changed(ModelGone(name, 0))
@@ -518,6 +535,7 @@ class Models:
             *self.lifecycle.states(),
             *self._coming.states(),
             *map(self._refused_state, self._refused),
+            *map(self._unread_state, self._unread),
         ]
         return [*states, self.readiness]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 
 from tensord.config import model_config
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import lifecycle
+from tensord.daemon.models import lifecycle, repository
 from tensord.daemon.models.changes import Models
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Readiness, Unload
@@ -235,6 +236,54 @@ async def test_a_refused_model_heals(tmp_path: Path) -> None:
     assert published[-1] == Readiness(True, 1)
     assert [state.version for state in models.states() if isinstance(state, ModelState)] == [1]
     assert [standing.reason for standing in models.standings()] == [""]
+
+
+@pytest.mark.parametrize("end", ["read", "refused", "gone"])
+async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """The daemon starts, and can open no file of a model for a while: fronts, also later ones, refuse requests for now."""
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def take(states: ModelStates, record: ModelState | ModelGone | Readiness) -> None:
+        if isinstance(record, ModelState):
+            states.update(record)
+        elif isinstance(record, ModelGone):
+            states.remove(record)
+
+    folder = write_model(tmp_path, "m")
+    published = list[Any]()
+    worker, options = ObedientWorker(), Options(repository=Repository(paths=(str(tmp_path),)))
+    models = worker.models = Models(options, supervisor({1: worker}, published.append))
+    models.worker_joined(1, "cpu:0")
+    with monkeypatch.context() as lacking:
+        lacking.setattr(repository, "_read", failing)
+        (outcome,) = models.begin(await models.scan(options.repository), options.repository)
+        await asyncio.sleep(0)
+        for told in (published, models.states()):
+            states = ModelStates()
+            for record in told:
+                take(states, record)
+            with pytest.raises(Unavailable, match="cannot be served now: the model cannot be read: "):
+                states.find("m")
+        while "is loaded later" not in caplog.text:  # it was tried once more
+            await asyncio.sleep(0.01)
+    if end == "refused":
+        (folder / "config.pbtxt").write_text("!")
+    elif end == "gone":
+        shutil.rmtree(folder)
+    await outcome
+    for told in (published, models.states()):
+        states = ModelStates()
+        for record in told:
+            take(states, record)
+        if end == "read":
+            assert states.find("m").version == 1
+        else:
+            with pytest.raises(NotFound):
+                states.find("m")
 
 
 async def test_a_broken_edit_of_what_serves(tmp_path: Path) -> None:
