@@ -358,8 +358,9 @@ class GrpcConnection(Connection):
             return
         is_last, x = not response.outputs, ask.input
         said = parameters[_FINAL].bool_param if _FINAL in parameters else None
-        # An ensemble may know of its last response that it is that.
-        may_end = ask.model == streamed.FLOW and ask.got + 1 == streamed.count(x) and not streamed.fails(x)
+        # An ensemble may know of its last response that it is that. Of who has left responses are not counted.
+        is_end = ask.got + 1 == streamed.count(x) or bool(ask.outcome)
+        may_end = ask.model == streamed.FLOW and is_end and not streamed.fails(x)
         marks = bool(said) if may_end else is_last
         if said is not marks or (is_last and not ask.marked):
             self.scheduler.defect(f"{ask} got a response whose mark is wrong: {response}")

@@ -161,8 +161,8 @@ class History:
             return False
         last = max(unloads, key=lambda each: each.begun_ns)
         # The load of an ensemble loads its models as well.
-        ensemble = self.changes[ensembles.MODEL] if model in ensembles.STEPS else []
-        loads = [each for each in (*self.changes[model], *ensemble) if each.kind == "load"]
+        names = (model, *(name for name, steps in ensembles.ALL.items() if model in steps))
+        loads = [each for name in names for each in self.changes.get(name, ()) if each.kind == "load"]
         return not any(each.may_last(last.begun_ns) for each in loads)
 
     def is_up(self, model: str, moment_ns: int) -> bool:

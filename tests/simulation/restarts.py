@@ -190,10 +190,12 @@ class Keeper(Process):
     def judge_ready(self) -> None:
         """Checks that the daemon is ready, of which nobody wants anything: each of its models has served, or was taken away.
 
-        An ensemble fails, and holds readiness up, of which somebody has unloaded a model before it had served.
+        An ensemble fails, and holds readiness up, of which somebody has unloaded a model before it had served. A model that is
+        given up for now does, until it is tried again.
         """
         readiness, changes = self._daemon.supervisor.supervisor.models.readiness, self._history.changes
-        failed = {
+        failed = {name for name, again_ns in self._history.given_up.items() if not again_ns}
+        failed |= {
             name
             for name, steps in ensembles.ALL.items()
             if any(each.starts and each.error for each in changes.get(name, ()))

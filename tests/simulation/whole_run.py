@@ -328,6 +328,8 @@ class WholeRun(World):
         if self.daemon.supervisor.status != 0:
             self._start_anew()
             self._keeper.is_calm = True
+            # Nor does it die of what was drawn when it began.
+            self.daemon.supervisor.sends_left = self.daemon.supervisor.spawns_left = -1
             self._until(self._is_up, "the next daemon serves")
             self._ends = False
             if not self.scheduler.fault:
