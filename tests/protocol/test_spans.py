@@ -56,7 +56,9 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         "clients": {"socket": str(folder / "clients.sock")},
         "log": {"access": 1, "format": "json"},
     }
-    with DaemonProcess(folder, [folder / "models"], options) as running:
+    # Each of many tests waits for its spans.
+    delay = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    with DaemonProcess(folder, [folder / "models"], options, environment=delay) as running:
         yield running
 
 
