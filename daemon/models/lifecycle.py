@@ -204,9 +204,7 @@ class Lifecycle:
                 out += self._begin_load(model, found, model.running.again)
             else:
                 model.fingerprint = ""
-                out += [
-                    i for number in sorted(model.versions) for i in self._retire(name, number, model.running.given_up)
-                ]
+                out += [i for n in sorted(model.versions) for i in self._retire(name, n, model.running.given_up)]
             out += self._finish(name, model)
         return out
 
@@ -236,8 +234,7 @@ class Lifecycle:
                 version.state, version.reason = IndexState.LOADING, ""
                 out.append(Publish(version.state_record()))
             version.number, version.postponed = version.number + 1, set()
-            version.devices, version.members = found.devices, found.members
-            version.resources = found.resources
+            version.devices, version.members, version.resources = found.devices, found.members, found.resources
             # A version that was being unloaded is loaded again: each worker does one after the other.
             version.unloading -= self._homes(version)
             for worker in sorted(self._homes(version)):
@@ -323,9 +320,7 @@ class Lifecycle:
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
         """Adds a ready worker, and returns instructions to load models on its device. ``worker``: the number of the process."""
         self._workers[worker] = device
-        versions = (version for model in self.models.values() for version in model.versions.values())
-        wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
-        wanted = [version for version in wanted if version.belongs(device)]
+        wanted = [v for v in self._all if v.wanted and (v.due or not v.given_up) and v.belongs(device)]
         # Versions that may have killed a worker come last and alone.
         out = [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
         return out + self._send_postponed(worker)
@@ -394,9 +389,8 @@ class Lifecycle:
         version.brought.pop(worker, None)
         owed = worker in version.loading or worker in version.postponed
         version.loading.pop(worker, None)
-        version.postponed.discard(worker)
-        version.held.discard(worker)
-        version.unloading.discard(worker)
+        for workers in (version.postponed, version.held, version.unloading):
+            workers.discard(worker)
         out: list[Instruction] = [Publish(version.state_record())] if served else self._unload_ended(version)
         if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
             version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
@@ -434,6 +428,9 @@ class Lifecycle:
             awaited, version.given_up, version.due = version.awaited, "", False
             failed = self._failed(version, answer.reason)
             out += failed or [Publish(version.state_record())] * awaited
+        elif version.wanted and not has_members(self.models, version, worker):
+            # A model of the ensemble has left this worker meanwhile.
+            out += self._leave(version, {worker})
         elif version.is_wanted(worker, self._workers[worker]):
             others: Collection[int] = ()
             if version.given_up:
@@ -471,7 +468,7 @@ class Lifecycle:
     def _after_answer(self, name: str) -> list[Instruction]:
         out: list[Instruction] = []
         for version in self.models[name].versions.values():
-            if (earlier := version.earlier) and not (version.loading or version.postponed):
+            if (earlier := version.earlier) and not awaits(self.models, version):
                 # It serves from the newer files elsewhere: one version does not answer in two ways.
                 out += self._leave(version, earlier)
         return out + self._finish(name, self.models[name]) + self._advance(name)
@@ -479,11 +476,13 @@ class Lifecycle:
     def _leave(self, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
         """Returns instructions to unload a version on ``workers``, and before that each ensemble that lacks it there."""
         version.ready = {worker: version.ready[worker] for worker in version.ready.keys() - workers}
+        # An ensemble comes back with the model that it lacks.
+        lacking = {worker for worker in workers if not has_members(self.models, version, worker)}
+        version.postponed |= lacking & (self._homes(version) - version.loading.keys())
         out: list[Instruction] = [Publish(version.state_record())]
         for user in self._all:
             if lacking := {each for each in user.ready.keys() & workers if not has_members(self.models, user, each)}:
                 out += self._leave(user, lacking)
-                user.postponed |= lacking & self._homes(user)
         return [*out, *self._end(version, workers)]
 
     @staticmethod
@@ -498,7 +497,7 @@ class Lifecycle:
             model.bringing[version.load.version] = reason
         if not version.wanted:
             return []  # unloaded, or given up, before this answer came
-        if version.ready or version.loading or version.postponed:
+        if version.ready or awaits(self.models, version):
             # What serves goes on serving (also the former content of the same version); the last answer decides.
             return []
         version.wanted, version.described = bool(version.given_up), None

@@ -374,6 +374,80 @@ def test_an_ensemble_leaves_a_worker_with_its_model_and_comes_back_with_it() -> 
     assert states(lifecycle.loaded(2, Loaded("e", 1))) == [(1, "READY", (1, 2))]
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_an_ensemble_whose_model_leaves_a_worker_that_loads_it_does_not_serve_there(served: bool) -> None:
+    """
+    1. An ensemble is loaded, or loaded again, while its model is loaded again. 2. On one of two workers the model fails, and
+    leaves it; then the worker answers that it has the ensemble. Result: the ensemble serves on the other worker alone.
+    """
+    lifecycle = serving(1, 2)
+    ensemble = dataclasses.replace(found("e", 1), members=(("m", 1),))
+    if served:
+        lifecycle.load(ensemble, 2)
+        for worker in (1, 2):
+            lifecycle.loaded(worker, Loaded("e", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    lifecycle.load(ensemble, 4, again=True)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
+    lifecycle.check_invariants()
+    assert sent(lifecycle.loaded(2, Loaded("e", 1))) == [(2, "Unload", 1)]
+    out = lifecycle.loaded(1, Loaded("e", 1))
+    assert (states(out), settled(out)) == ([(1, "READY", (1,))], [(4, "")])
+    lifecycle.check_invariants()
+    for name in ("e", "m"):
+        lifecycle.unloaded(2, name, 1)
+    lifecycle.load(found("m", 1, fingerprint="h"), 5)
+    assert sent(lifecycle.loaded(2, Loaded("m", 1))) == [(2, "Load", 1)]
+
+
+def test_an_ensemble_whose_model_leaves_the_only_worker_that_loads_it_fails() -> None:
+    lifecycle = serving(1, 2)
+    lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    lifecycle.load(dataclasses.replace(found("e", 1, devices=("cpu:2",)), members=(("m", 1),)), 3)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
+    out = lifecycle.loaded(2, Loaded("e", 1))
+    assert [(token, "is not there any more" in error) for token, error in settled(out)] == [(3, True)]
+    lifecycle.check_invariants()
+
+
+def test_an_ensemble_that_lacks_a_model_on_one_worker_is_reloaded_on_the_others() -> None:
+    """One of these fails to: it serves what the ensemble was no longer, as a worker of any model would. It waits for none."""
+    lifecycle = serving(1, 2, 3)
+    ensemble = dataclasses.replace(found("e", 1), members=(("m", 1),))
+    lifecycle.load(ensemble, 2)
+    lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    for worker in (1, 2, 3):
+        lifecycle.loaded(worker, Loaded("e", 1))
+    for worker, reason in ((1, ""), (2, "no memory"), (3, "")):
+        lifecycle.loaded(worker, Loaded("m", 1, reason=reason))
+    lifecycle.load(dataclasses.replace(ensemble, fingerprint="g"), 4)
+    lifecycle.loaded(1, Loaded("e", 1))
+    out = lifecycle.loaded(3, Loaded("e", 1, reason="no memory"))
+    assert (sent(out), states(out)) == ([(3, "Unload", 1)], [(1, "READY", (1,))])
+    lifecycle.check_invariants()
+
+
+def test_an_ensemble_that_lacks_a_model_on_one_worker_fails_with_the_last_of_the_others() -> None:
+    """1. The other worker dies. 2. The one in its place fails to load the ensemble: requests are told, and wait for nothing."""
+    lifecycle = serving(1, 2)
+    lifecycle.load(dataclasses.replace(found("e", 1), members=(("m", 1),)), 2)
+    for worker in (1, 2):
+        lifecycle.loaded(worker, Loaded("e", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    for worker, reason in ((1, ""), (2, "no memory")):
+        lifecycle.loaded(worker, Loaded("m", 1, reason=reason))
+    lifecycle.worker_left(1)
+    ready(lifecycle, 3)
+    lifecycle.loaded(3, Loaded("m", 1))
+    out = lifecycle.loaded(3, Loaded("e", 1, reason="no memory"))
+    assert [
+        (i.state.state, i.state.reason) for i in out if isinstance(i, Publish) and isinstance(i.state, ModelState)
+    ] == [("UNAVAILABLE", "no memory")]
+    lifecycle.check_invariants()
+
+
 def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
     """
     1. A worker dies as it loads an ensemble. 2. Two die of its model. 3. Another one comes, on which the model is not tried yet.
