@@ -335,6 +335,7 @@ class Models:
             if found.name in self._wanted:
                 self.ensembles.expect(found)
                 self._refuse(found.name, error.message)
+            self._tell()
             return repository.placement_error(found.name, error.message)
         latest = self._latest.get(found.name)
         if not (within or again or asked) and latest not in (None, asyncio.current_task()):
@@ -418,7 +419,6 @@ class Models:
         self._refused[name] = reason
         self._supervisor.model_changed(self._refused_state(name))
         self._check_readiness()
-        self._tell()
 
     def _refused_state(self, name: str) -> ModelState:
         awaited = bool(self.ensembles.awaits(self.ensembles.members(name)))

@@ -638,11 +638,14 @@ async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_p
 
 
 @pytest.mark.parametrize("unloaded", [False, True])
-async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(tmp_path: Path, unloaded: bool) -> None:
-    """As requests of clients do: until a worker was sent its load, or the load has failed."""
+@pytest.mark.parametrize("loads", ["e", "me"])
+async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(
+    tmp_path: Path, unloaded: bool, loads: str
+) -> None:
+    """As requests of clients do: until a worker was sent its load, or the load has failed. Others may load the model, too."""
     models, worker = with_slow_worker(tmp_path)
-    load = asyncio.ensure_future(models.load(LoadModel("e")))
-    while not worker.held:
+    begun = [asyncio.ensure_future(models.load(LoadModel(name))) for name in loads]
+    while not (worker.held and models._coming.states()):
         await asyncio.sleep(0.001)
     called = asyncio.ensure_future(models.sent(1, "e", 0))
     for _ in range(20):
@@ -651,9 +654,11 @@ async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(tmp_p
     if unloaded:
         models.unload("e")
     worker.go_on()
-    await called
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert called.done()
     assert (models.lifecycle.version("e", 1) is None) == unloaded
-    await asyncio.gather(load, return_exceptions=True)
+    await asyncio.gather(called, *begun, return_exceptions=True)
     models.close()
 
 
