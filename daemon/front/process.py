@@ -195,11 +195,11 @@ class Front(ABC):
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if connections:
             _log.warning("%d connections were cut at the end of the grace period", len(connections))
+        # Each leaves with its requests, whose traces end then, behind TLS some iterations later. A handshake may bring another.
+        while connections:
             for connection in list(connections):
                 connection.abort()
-            # Each leaves with its requests, whose traces end then: behind TLS some iterations later.
-            while connections:
-                await asyncio.sleep(_DRAIN_POLL_SECONDS)
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
         self._check.cancel()
 
     @abstractmethod

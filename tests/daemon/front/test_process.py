@@ -141,6 +141,24 @@ def test_connections_that_are_cut_have_ended_when_the_drain_has(front: BusyFront
     uvloop.run(drained())
 
 
+def test_a_connection_that_is_opened_while_others_are_cut_is_cut_as_well(front: BusyFront) -> None:
+    """Its handshake began before the stop. It would hold up the front until its client leaves."""
+
+    async def drained() -> None:
+        connections: list[Mock] = []
+
+        def opens() -> None:
+            connections[:] = [Mock(**{"abort.side_effect": connections.clear})]
+
+        connections.append(Mock(**{"abort.side_effect": opens}))
+        front.open_connections = connections  # type: ignore[assignment]
+        front._acceptor = Mock(close=AsyncMock())  # type: ignore[assignment]
+        await front.drain(0)
+        assert not connections
+
+    uvloop.run(drained())
+
+
 def test_what_a_front_sends_last_is_read_by_the_supervisor(front: BusyFront) -> None:
     """A front that stops may have more to send than its socket takes at once, such as the spans of many requests."""
     edges, count = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), 20_000
