@@ -84,14 +84,14 @@ class Account(Holdings):
 
     # ------------------------------------------------------------------------------------------------ request arena
 
-    def admits(self, byte_size: int) -> bool:
-        """Returns whether the connection may borrow ``byte_size`` more bytes of the request arena now."""
+    def owed(self, byte_size: int) -> int:
+        """Returns how many bytes the client has to give back before the connection may borrow ``byte_size`` more, or 0."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
-            return True
+            return 0
         if self.requests and self.requests + byte_size > self.limit:
-            return False
-        return not client.requests or client.requests + byte_size <= client.limit_of(byte_size)
+            return min(self.requests, self.requests + byte_size - self.limit)
+        return max(0, min(client.requests, client.requests + byte_size - client.limit_of(byte_size)))
 
     # ----------------------------------------------------------------------------------------------- response arenas
 

@@ -40,9 +40,9 @@ class _Waiter:
 
 
 class _Waiting(deque[_Waiter]):
-    """The requests of one client that wait for memory, in order. ``least``: none of them takes fewer bytes of the arena."""
+    """The requests of one client that wait for memory, in order. ``owed``: bytes to give back before any may have some."""
 
-    least = sys.maxsize
+    owed = 0
 
 
 _Line = dict[ClientAccount | None, _Waiting]
@@ -89,7 +89,7 @@ class ArenaSpace:
             return None
         arena = self._arena
         taken = taken_by(0 if byte_size <= arena.shared_byte_size else 1, byte_size)
-        if account is not None and not account.admits(taken):
+        if account is not None and account.owed(taken):
             return None
         if arriving and self._arriving_byte_size + taken > self._arriving_limit and self._too_much_arrives(taken):
             return None
@@ -107,7 +107,7 @@ class ArenaSpace:
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         held, line = _holds(_client_of(account)), self._line(byte_size)
-        return any(_holds(client) <= held and self._first_admitted(client, line[client]) for client in line)
+        return any(_holds(client) <= held and self._first_admitted(line[client]) for client in line)
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
@@ -124,7 +124,7 @@ class ArenaSpace:
         """
         waiting = self._line(byte_size).setdefault(_client_of(account), _Waiting())
         waiting.append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving, next(self._numbers)))
-        waiting.least = min(waiting.least, self._taken_by(byte_size))
+        waiting.owed = min(waiting.owed, self._owed(waiting[-1]))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
@@ -142,6 +142,9 @@ class ArenaSpace:
             lease.holder = None
             account.requests -= lease.block_size
             account.client.requests -= lease.block_size
+            for line in self._lines:
+                if account.client in line:
+                    line[account.client].owed -= lease.block_size
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -169,9 +172,9 @@ class ArenaSpace:
 
     def _describe(self, waiter: _Waiter) -> str:
         size, account = self._taken_by(waiter.byte_size), waiter.account
-        if account is not None and not account.admits(size):
+        if account is not None and account.owed(size):
             return f"{account.describe_requests(size)}, and nothing was given back"
-        if not self._admitted(waiter):
+        if waiter.arriving and self._too_much_arrives(size):
             arriving = self._arriving_byte_size
             limit = self._arriving_limit
             return f"bodies that are not whole take {arriving} bytes, {size} more make over {limit}, and none ended"
@@ -192,11 +195,8 @@ class ArenaSpace:
             return self._lines[0]
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
-    def _admitted(self, waiter: _Waiter) -> bool:
-        taken = self._taken_by(waiter.byte_size)
-        if waiter.account is not None and not waiter.account.admits(taken):
-            return False
-        return not (waiter.arriving and self._too_much_arrives(taken))
+    def _owed(self, waiter: _Waiter) -> int:
+        return 0 if waiter.account is None else waiter.account.owed(self._taken_by(waiter.byte_size))
 
     def _too_much_arrives(self, byte_size: int) -> bool:
         others = self._arriving_byte_size
@@ -220,7 +220,7 @@ class ArenaSpace:
             heapq.heapify(heap)
             while heap:
                 client = heapq.heappop(heap)[-1]
-                first = self._first_admitted(client, line[client])
+                first = self._first_admitted(line[client])
                 if first is None:
                     continue
                 granted = self._grant(first)
@@ -232,16 +232,17 @@ class ArenaSpace:
                 if client in line:
                     heapq.heappush(heap, (_holds(client), line[client][0].number, client))
 
-    def _first_admitted(self, client: ClientAccount | None, waiting: _Waiting) -> _Waiter | None:
-        # There may be thousands, of a client that holds all that it may.
-        if client is not None and client.requests:
-            limit = max(client.limit, client.limit_of(waiting.least))
-            if client.requests + waiting.least > limit:
-                return None
-        found = next(filter(self._admitted, waiting), None)
-        if found is None:
-            waiting.least = min(self._taken_by(each.byte_size) for each in waiting)
-        return found
+    def _first_admitted(self, waiting: _Waiting) -> _Waiter | None:
+        if waiting.owed > 0:
+            return None
+        owed = sys.maxsize
+        for waiter in waiting:
+            needed = self._owed(waiter)
+            if not (needed or (waiter.arriving and self._too_much_arrives(self._taken_by(waiter.byte_size)))):
+                return waiter
+            owed = min(owed, needed)
+        waiting.owed = owed
+        return None
 
     def _grant(self, waiter: _Waiter) -> Lease | ServingError | None:
         waiting, self._count = self._count, 0  # it is its turn: nobody is before it

@@ -23,10 +23,10 @@ def take(account: object, byte_size: int) -> None:
 
 def test_a_connection_has_a_share(accounts: Accounts) -> None:
     account = accounts.open(ONE)
-    assert account.admits(64 * MIB), "who holds nothing may have one lease of any size"
+    assert not account.owed(64 * MIB), "who holds nothing may have one lease of any size"
     take(account, 10 * MIB)
-    assert account.admits(6 * MIB)
-    assert not account.admits(6 * MIB + 1)
+    assert not account.owed(6 * MIB)
+    assert account.owed(6 * MIB + 1)
     assert account.describe_requests(7 * MIB) == (
         f"the requests of this connection take {10 * MIB} bytes, {7 * MIB} more make over {16 * MIB}"
     )
@@ -36,18 +36,18 @@ def test_a_client_has_a_share_for_all_its_connections(accounts: Accounts) -> Non
     for _ in range(4):
         take(accounts.open(ONE), 8 * MIB)
     late = accounts.open(ONE)
-    assert not late.admits(8 * MIB)
+    assert late.owed(8 * MIB)
     assert late.describe_requests(8 * MIB) == (
         f"the requests of tcp 10.0.0.1 take {32 * MIB} bytes, {8 * MIB} more make over {32 * MIB}"
     )
     # What is smaller has more room: programs of one host cannot be told apart.
-    assert late.admits(MIB)
+    assert not late.owed(MIB)
     take(late, 16 * MIB)
     second = accounts.open(ONE)
-    assert not second.admits(MIB)
-    assert second.admits(1024)
+    assert second.owed(MIB)
+    assert not second.owed(1024)
     for peer in (OTHER, USER):
-        assert accounts.open(peer).admits(8 * MIB)
+        assert not accounts.open(peer).owed(8 * MIB)
 
 
 def test_answers_that_are_not_taken(accounts: Accounts) -> None:

@@ -181,19 +181,24 @@ def test_what_the_arena_gives_is_what_counts() -> None:
     arena.close()
 
 
-def test_thousands_that_wait_of_one_client_cost_others_nothing(large_arena: Arena) -> None:
-    """They are not looked at while their client holds all that it may, and all get room once it holds less."""
+@pytest.mark.parametrize("connections", [1, 300])
+def test_thousands_that_wait_of_one_client_cost_others_nothing(large_arena: Arena, connections: int) -> None:
+    """They are not looked at while their client or connection holds all that it may, and all get room once it holds less."""
     room = ArenaSpace(large_arena, 5.0, 64 * MIB)
     accounts = Accounts(Arenas(byte_size=MIB, max_byte_size=64 * MIB), 1024, MIB)
-    held = [room.loan(10 * MIB, accounts.open("tcp 10.0.0.1")) for _ in range(3)]
+    opened = [accounts.open("tcp 10.0.0.1") for _ in range(connections)]
+    held = [
+        room.loan(10 * MIB if connections > 1 else 5 * MIB, opened[-1 - number % connections]) for number in range(3)
+    ]
     granted: list[Lease | ServingError] = []
     # One that would have room has come and gone: what is known of the others is not what was known with it.
     room.wait(MIB // 2, granted.append, 0.0, accounts.open("tcp 10.0.0.1"))
     for number in range(300):
-        room.wait((3 + number % 2) * MIB, granted.append, 1.0, accounts.open("tcp 10.0.0.1"))
+        room.wait((3 + number % 2) * MIB, granted.append, 1.0, opened[number % connections])
     others = [room.loan(MIB // 4, accounts.open("tcp 10.0.0.2")) for _ in range(20)]
+    others += [room.loan(1024, opened[-1]) for _ in range(20)]  # small ones of its own
     room.expire(5.0)
-    with mock.patch.object(Account, "admits", autospec=True, side_effect=Account.admits) as asked:
+    with mock.patch.object(Account, "owed", autospec=True, side_effect=Account.owed) as asked:
         for lease in others:
             assert lease is not None
             room.give_back(lease)
