@@ -645,7 +645,7 @@ async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(
     """As requests of clients do: until a worker was sent its load, or the load has failed. Others may load the model, too."""
     models, worker = with_slow_worker(tmp_path)
     begun = [asyncio.ensure_future(models.load(LoadModel(name))) for name in loads]
-    while not (worker.held and models._coming.states()):
+    while not (worker.held and models.ensembles.waits.waiters("m")):
         await asyncio.sleep(0.001)
     called = asyncio.ensure_future(models.sent(1, "e", 0))
     for _ in range(20):
