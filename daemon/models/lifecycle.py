@@ -331,10 +331,10 @@ class Lifecycle:
     def fill(self, name: str, number: int) -> list[Instruction]:
         """Returns instructions to load version ``number`` on each worker that should have the version and does not.
 
-        Call it when a push has brought the parameters that these workers lacked. Returns [] while the model is being loaded.
+        Call it when a push has brought the parameters that these workers lacked. Returns [] while a load of the version runs.
         """
         version = self.version(name, number)
-        if version is None or version.given_up or self.models[name].running is not None:
+        if version is None or version.given_up or number in self.models[name].bringing:
             return []
         missing = self._homes(version) - version.ready.keys() - version.loading.keys() - version.postponed
         out: list[Instruction] = []

@@ -335,6 +335,30 @@ def test_who_killed_the_worker() -> None:
     assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_what_workers_lacked_is_loaded_while_another_version_is(served: bool) -> None:
+    """Else it would be loaded there no more where the load of the other version fails. Where that succeeds it is replaced."""
+    for reason in ("", "no memory"):
+        lifecycle = of(1)
+        lifecycle.load(found("m", 1), 1)
+        lifecycle.loaded(1, Loaded("m", 1, reason="" if served else "lacks what was pushed"))
+        ready(lifecycle, 2)
+        lifecycle.loaded(2, Loaded("m", 1, reason="lacks what was pushed"))
+        lifecycle.load(dataclasses.replace(found("m", 2, fingerprint="g"), versions=(1, 2)), 2)
+        lacking = [2] if served else [1, 2]
+        assert sent(lifecycle.fill("m", 1)) == [(worker, "Load", 1) for worker in lacking]
+        for worker in lacking:
+            lifecycle.loaded(worker, Loaded("m", 1))
+        assert lifecycle.ready_models() == {"m": [1]}
+        lifecycle.check_invariants()
+        out = [i for worker in (1, 2) for i in lifecycle.loaded(worker, Loaded("m", 2, reason=reason))]
+        assert lifecycle.ready_models() == {"m": [1 if reason else 2]}
+        for worker in (1, 2):
+            out += lifecycle.unloaded(worker, "m", 1)
+        assert [token for token, _ in settled(out)] == [2]
+        lifecycle.check_invariants()
+
+
 def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
     """1. A worker loads it. 2. Its model is unloaded. 3. The worker dies, and another one comes, which has nothing to load."""
     lifecycle = serving(1)
