@@ -267,7 +267,7 @@ class Models:
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed | self._coming.names
-        for name in self._refused.keys() - self._wanted - found.keys():
+        for name in {*self._refused, *self._unread} - self._wanted - found.keys():
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
@@ -276,18 +276,10 @@ class Models:
         return task
 
     async def _bring_found(self, name: str, found: FoundModel | None) -> str:
-        if found is None or not found.lacking or name in self.lifecycle.models:
-            return await self._bring_read(name, found)
-        # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
-        self._unread[name] = f"the model {found.error}"
-        self._supervisor.model_changed(self._unread_state(name))
-        try:
-            return await self._bring_read(name, found)
-        finally:
-            del self._unread[name]
-            self._supervisor.model_changed(self._refused_state(name) if name in self._refused else ModelGone(name, 0))
-
-    async def _bring_read(self, name: str, found: FoundModel | None) -> str:
+        if found is not None and found.lacking and name not in self.lifecycle.models:
+            # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
+            self._unread[name] = f"the model {found.error}"
+            self._supervisor.model_changed(self._unread_state(name))
         if found is not None and (given := self._overrides.of(found)):
             try:
                 return await self._bring(await self._read(name, repository.overridden, found.path, given))
@@ -297,6 +289,8 @@ class Models:
         self._overrides.drop(name)
         if found is None or found.lacking:  # the last look at the repositories found none, or could not read it
             found = await self._read(name, repository.find, self._paths(), name)
+            if name not in self._wanted:
+                return UNLOADED
         if found.error:
             self._refuse(name, found.error)
             return f"model '{name}' cannot be polled: {found.error}"
@@ -341,7 +335,6 @@ class Models:
         if not (within or again or asked) and latest not in (None, asyncio.current_task()):
             # This load waited for members, and was overtaken by a later look at the repositories.
             return await asyncio.shield(latest)
-        self._dismiss(found.name)
         known = self.lifecycle.models.get(found.name)
         if known is None or known.fingerprint != placed.fingerprint:
             for sentence in found.without_effect:
@@ -354,6 +347,8 @@ class Models:
         else:
             self.ensembles.drop(found.name)
         self._begin(self.lifecycle.load(placed, token, asked))
+        self._dismiss(found.name)
+        self._check_readiness()
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
@@ -416,6 +411,7 @@ class Models:
         return f"; version {' and '.join(served)} is still served" if served else ""
 
     def _note_refused(self, name: str, reason: str) -> None:
+        self._unread.pop(name, None)
         self._refused[name] = reason
         self._supervisor.model_changed(self._refused_state(name))
         self._check_readiness()
@@ -428,7 +424,8 @@ class Models:
         return ModelState(name, 0, "UNAVAILABLE", self._unread[name], awaited=True)
 
     def _dismiss(self, name: str) -> None:
-        if self._refused.pop(name, None) is not None:
+        told = self._refused.pop(name, ""), self._unread.pop(name, "")
+        if any(told):
             self._supervisor.model_changed(ModelGone(name, 0))
 
     # ------------------------------------------------------------------------------------------------------- readiness

@@ -238,7 +238,7 @@ async def test_a_refused_model_heals(tmp_path: Path) -> None:
     assert [standing.reason for standing in models.standings()] == [""]
 
 
-@pytest.mark.parametrize("end", ["read", "refused", "gone"])
+@pytest.mark.parametrize("end", ["read", "refused", "gone", "unloaded"])
 async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
@@ -255,7 +255,10 @@ async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_un
 
     folder = write_model(tmp_path, "m")
     published = list[Any]()
-    worker, options = ObedientWorker(), Options(repository=Repository(paths=(str(tmp_path),)))
+    worker, options = (
+        ObedientWorker(),
+        Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit", load=("*",))),
+    )
     models = worker.models = Models(options, supervisor({1: worker}, published.append))
     models.worker_joined(1, "cpu:0")
     with monkeypatch.context() as lacking:
@@ -274,7 +277,10 @@ async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_un
         (folder / "config.pbtxt").write_text("!")
     elif end == "gone":
         shutil.rmtree(folder)
+    elif end == "unloaded":
+        models.unload("m")
     await outcome
+    assert len(worker.loads) == (end == "read")
     for told in (published, models.states()):
         states = ModelStates()
         for record in told:
