@@ -242,6 +242,8 @@ def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> N
                     notify(b"STOPPING=1")
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    # It warns of each write to a connection that has been lost: whoever connects could fill the log.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     try:
         asyncio.run(run())
     except (ServingError, OSError, ValueError) as error:

@@ -44,6 +44,12 @@ X = np.arange(4, dtype=np.float32)
 FAULTY = ("raises", "wrong_shape", "missing_output")
 
 
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _package() -> Iterator[None]:
     """Lets this process import ``openpi_client``."""
@@ -317,13 +323,25 @@ def test_pings_are_no_messages(daemon: DaemonProcess) -> None:
         check(robot)
 
 
+def test_a_robot_that_leaves_before_its_pings_are_answered_is_not_logged(daemon: DaemonProcess) -> None:
+    """Each answer to one that has left would be a line of asyncio's."""
+    with GatewayProcess(daemon.folder, "--model", "scale") as gateway:
+        before = gateway.log
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", gateway.port), PATIENCE) as leaving:
+                leaving.sendall(HANDSHAKE)
+                leaving.recv(1 << 16)
+                leaving.sendall((b"\x89\x80" + bytes(4)) * 10_000)
+        with websocket.connect(gateway.url) as robot:
+            robot.recv(PATIENCE)  # it has gone through what the others have sent
+        assert gateway.log == before
+
+
 def test_answers_to_pings_that_nobody_reads(daemon: DaemonProcess) -> None:
-    handshake = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    handshake += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     pings = (b"\x89\xfd" + bytes(4) + bytes(125)) * 1000
     with GatewayProcess(daemon.folder, "--model", "scale") as gateway, connected(gateway.url) as other:
         with socket.create_connection(("127.0.0.1", gateway.port), PATIENCE) as flood:
-            flood.sendall(handshake)
+            flood.sendall(HANDSHAKE)
             assert flood.recv(12) == b"HTTP/1.1 101"
             with pytest.raises(ConnectionError):
                 sent_for_ever(flood, pings)
