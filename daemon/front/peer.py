@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from tensord.shm import descriptors
 from tensord.shm.errors import Unavailable
 from tensord.shm.operations import ANONYMOUS, Peer
 
@@ -22,8 +23,6 @@ _CREDENTIALS = struct.Struct("iII")
 _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
 _MAX_GROUPS = 1024
-#: Errors of a process or host that has no descriptor or memory for another one.
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextlib.contextmanager
@@ -155,8 +154,10 @@ def _pidfd(fd: int) -> int:
                 (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
             except OSError:
                 return _pidfd_by_number(sock)
-    except (OSError, ValueError) as error:  # as of -1
-        if isinstance(error, OSError) and error.errno in _LACKING:
+    except ValueError:  # as of -1
+        return -1
+    except OSError as error:
+        if descriptors.lacked(error) or error.errno == errno.ENOMEM:
             raise _unwatched("client's process", error) from error
         return -1
     os.set_inheritable(process, False)

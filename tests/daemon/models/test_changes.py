@@ -648,7 +648,7 @@ async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_p
 async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(
     tmp_path: Path, unloaded: bool, loads: str
 ) -> None:
-    """As requests of clients do: until a worker was sent its load, or the load has failed. Others may load the model, too."""
+    """A call waits until a worker was sent the ensemble's load, or that has failed, whoever else loads the model."""
     models, worker = with_slow_worker(tmp_path)
     begun = [asyncio.ensure_future(models.load(LoadModel(name))) for name in loads]
     while not (worker.held and models.ensembles.waits.waiters("m")):

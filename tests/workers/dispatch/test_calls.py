@@ -192,7 +192,7 @@ def test_a_call_of_many_requests_ends_with_the_last_and_is_looked_at_once(loop: 
 
 
 def test_a_run_that_fails_is_over() -> None:
-    """What its threads call later is made for no request, as behind one that returns."""
+    """A call that a thread of a failed run begins later is made for no request, as behind a run that returns."""
     caller = Caller(ModelPort("m", 1, None), [request_of({})])
     with contextlib.suppress(ValueError), calling(caller):
         raise ValueError
