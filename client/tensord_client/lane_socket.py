@@ -25,6 +25,8 @@ from tensord_client.native import wire
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 #: A flag of ``receive``: it does not wait.
 AT_ONCE = int(socket.MSG_DONTWAIT)
+#: What a datagram with a part of a record begins with, and one with its last part; and a list of one record. As tensord_wire.h.
+_PART, _LAST_PART, _ONE = b"\x02", b"\x03", b"\x91"
 
 
 class LaneEnded(Exception):
@@ -99,13 +101,13 @@ class LaneSocket:
     def send_record(self, record: bytes, ids: tuple[int, ...] = ()) -> None:
         """Sends an encoded record in as many datagrams as it needs. ``ids`` and errors are those of ``send``."""
         if len(record) <= wire.ROOM:
-            self.send(b"\x01\x91" + record, -1, ids)
+            self.send(wire.datagram((record,)), -1, ids)
             return
-        content = b"\x91" + record
-        while len(content) > wire.ROOM:
-            self.send(b"\x02" + content[: wire.ROOM])
-            content = content[wire.ROOM :]
-        self.send(b"\x03" + content, -1, ids)
+        content = memoryview(_ONE + record)
+        *before, last = (content[at : at + wire.ROOM] for at in range(0, len(content), wire.ROOM))
+        for part in before:
+            self.send(_PART + part)
+        self.send(_LAST_PART + last, -1, ids)
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
         """Sends a datagram without waiting. Returns False, and queues nothing, if the socket is full.
