@@ -137,7 +137,9 @@ def daemon(collector: Collector, daemon_of: DaemonOf, tmp_path_factory: pytest.T
         "trace": {"otlp": collector.url, "rate": 1000000},
         "log": {"access": 1, "format": "json"},
     }
-    return daemon_of(folder / "models", options, folder=folder / "daemon")
+    # Each of many tests waits for its spans.
+    delay = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    return daemon_of(folder / "models", options, folder=folder / "daemon", environment=delay)
 
 
 def infer(
