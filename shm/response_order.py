@@ -66,11 +66,5 @@ class ResponseOrder(Generic[K, A]):
         self._ready.clear()
         return dropped
 
-    def check_invariants(self) -> None:
-        """For tests: asserts that each stored answer waits for the answer to an earlier request."""
-        assert len(set(self._turns)) == len(self._turns)
-        assert self._ready.keys() <= set(self._turns)
-        assert not self._turns or self._turns[0] not in self._ready
-
     def __repr__(self) -> str:
         return f"<ResponseOrder {len(self._turns)} taken, {len(self._ready)} ready>"

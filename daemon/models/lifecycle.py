@@ -678,21 +678,6 @@ class Lifecycle:
         }
         return {name: versions for name, versions in found.items() if versions}
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent. For tests."""
-        for model in self.models.values():
-            assert model.running is not None or not model.waiting
-            for version in model.versions.values():
-                everywhere = [version.ready.keys(), version.loading.keys(), version.unloading, version.postponed]
-                assert all(workers <= self._workers.keys() for workers in everywhere)
-                assert version.wanted or not version.given_up
-                assert version.given_up or not version.due
-                assert not version.ready or version.state is IndexState.READY
-                assert not version.unloading & version.ready.keys()
-                assert not version.postponed & version.loading.keys()
-                if version.state in (IndexState.READY, IndexState.LOADING):
-                    assert version.wanted
-
     def version(self, name: str, number: int) -> VersionEntry | None:
         """Returns the entry of a model version, or None if there is none."""
         model = self.models.get(name)

@@ -189,10 +189,3 @@ class PushedSets:
         """Removes all parameter sets of all models. May be called again."""
         for key in list(self._sets):
             self.forget(key)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent. For tests."""
-        contents = [content for _, _, found in self for content in (found.newest, found.former) if content is not None]
-        assert self.byte_size == sum(content.byte_size for content in contents if content.memory >= 0)
-        assert self.byte_size <= self.limit
-        assert all(found.newest.number <= found.highest for _, _, found in self)

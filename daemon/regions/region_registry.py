@@ -408,14 +408,6 @@ class RegionRegistry:
             region.close()
         self._regions.clear()
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent. For tests, between operations."""
-        present = {worker.incarnation for worker in self._workers.ready()}
-        for region in self._regions.values():
-            assert region.state is RegionState.REGISTERED
-            assert (region.fd >= 0) is (region.kind == "system")
-            assert region.holders <= present
-
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
     try:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.response_order import ResponseOrder
+from tests.invariants import check_invariants
 
 
 def test_an_answer_waits_for_those_before_it() -> None:
@@ -15,7 +16,7 @@ def test_an_answer_waits_for_those_before_it() -> None:
     assert order.done("c", 3) == []
     assert order.done("a", 1) == [("a", 1)]
     assert order.done("b", 2) == [("b", 2), ("c", 3)]
-    order.check_invariants()
+    check_invariants(order)
     assert len(order) == 0
 
 
@@ -27,7 +28,7 @@ def test_all_leave_once_and_in_order(finished: list[int], at_a_time: int) -> Non
         order.taken(number)
     for number in finished:
         left += [answer for _, answer in order.done(number, number)]
-        order.check_invariants()
+        check_invariants(order)
     assert left == list(range(12))
 
 
@@ -63,7 +64,7 @@ def test_whoever_has_a_turn_leaves_in_it_as_soon_as_it_may(data: st.DataObject) 
         assert left == open_requests[:first_open]
         del open_requests[:first_open]
         stored -= set(left)
-        order.check_invariants()
+        check_invariants(order)
         assert len(order) == len(open_requests)
     assert sorted(order.drop()) == sorted(f"answer {request}" for request in stored)
     assert len(order) == 0

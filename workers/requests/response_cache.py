@@ -162,11 +162,6 @@ class ResponseCache:
     def _remove(self, digest: bytes) -> None:
         self.byte_size -= self._entries.pop(digest).byte_size
 
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that ``byte_size`` is the sum over all entries, and within the limit."""
-        assert self.byte_size == sum(entry.byte_size for entry in self._entries.values())
-        assert self.byte_size <= self.max_byte_size
-
     def __repr__(self) -> str:
         return f"<ResponseCache {len(self._entries)} answers, {self.byte_size} of {self.max_byte_size} bytes>"
 

@@ -74,11 +74,5 @@ class Agenda(Generic[P]):
             heapq.heappop(self._heap)
         self.due_ns = self._heap[0][0] if self._heap else NEVER
 
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the attributes of this agenda agree with each other."""
-        assert sorted(entry for entry in self._heap if entry[2] is not None) == sorted(self._due.values())
-        assert all(entry[2] is part for part, entry in self._due.items())
-        assert self.due_ns == min((entry[0] for entry in self._due.values()), default=NEVER)
-
     def __repr__(self) -> str:
         return f"<Agenda {len(self.woken)} have work, {len(self._due)} are due later>"

@@ -170,16 +170,5 @@ class DynamicBatcher(QueuePlanner[W]):
     def _limit(self, key: Hashable) -> int:
         return self._limits.get(shapes_of(key), self._rules.max_rows) if self._limits else self._rules.max_rows
 
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the attributes of this batcher agree with each other and with the queue."""
-        self._queue.check_invariants()
-        assert all(0 < limit <= self._rules.max_rows for limit in self._limits.values())
-        if self.delays:
-            self._look()
-            assert self._due.keys() == {request.key for request in self._queue.requests()}
-            for key, due_ns in self._due.items():
-                waits_ns = 0 if self._ready_rows(key) else self._rules.delay_ns
-                assert due_ns == self._queue.oldest_ns(key) + waits_ns
-
     def __repr__(self) -> str:
         return f"<DynamicBatcher over {self._queue!r}>"

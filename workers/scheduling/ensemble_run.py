@@ -182,12 +182,5 @@ class EnsembleRun(Generic[T]):
             self._answered += 1
         return out
 
-    def check_invariants(self) -> None:
-        """Asserts that the counters of this run are consistent. Only tests call it."""
-        assert self._values.keys() == self._left.keys() >= self._controls.keys()
-        assert all(left > 0 for left in self._left.values())
-        assert self.running >= sum(self._open.values())
-        assert all(count > 0 for count in self._open.values())
-
     def __repr__(self) -> str:
         return f"<EnsembleRun {self.running} running, {len(self._values)} tensors held>"

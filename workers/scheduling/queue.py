@@ -17,7 +17,6 @@ A queue belongs to one thread, and takes the current time as an argument.
 from __future__ import annotations
 
 import bisect
-import collections
 import heapq
 import weakref
 from collections import OrderedDict
@@ -496,31 +495,6 @@ class RequestQueue(Generic[W]):
             self._rows[key] = left
         else:
             del self._rows[key]
-
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the queue's counters and lookup tables match its waiting requests."""
-        requests = self.requests()
-        assert len(requests) == self.size
-        assert self._order == sorted(self._lines)
-        assert all(line for number, line in self._lines.items() if number)
-        for number, line in self._lines.items():
-            for key, owners in line.items():
-                assert owners
-                for owner, waiting in owners.items():
-                    assert waiting
-                    assert all((each.line, each.key, each.owner) == (number, key, owner) for each in waiting.values())
-                    assert all(request.sequence == sequence for sequence, request in waiting.items())
-        rows: dict[Hashable, int] = {}
-        sizes = dict.fromkeys([0, *(number // 2 for number in self._order)], 0)
-        for request in requests:
-            rows[request.key] = rows.get(request.key, 0) + request.rows
-            sizes[request.line // 2] += 1
-        keyed = [request for request in requests if request.replace_key or self._rules.replaces]
-        assert {request.replace_key: request for request in keyed} == self._replaceable
-        assert len(keyed) == len(self._replaceable)
-        assert rows == self._rows
-        assert sizes == self._level_sizes
-        assert self._shares == collections.Counter(request.owner for request in requests)
 
     def __repr__(self) -> str:
         return f"<RequestQueue {self.size} waiting, {len(self._rows)} keys>"

@@ -94,11 +94,6 @@ class DirectBatcher(Generic[S]):
             del self._ready[live]
         return [live.waiting[0] for live in sorted(chosen, key=_number)]
 
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that sequences whose next request can run have different slots."""
-        assert all(live.ready for live in self._ready)
-        assert len({live.slot for live in self._ready}) == len(self._ready) <= self._rules.slots
-
     def __repr__(self) -> str:
         return f"<DirectBatcher {len(self._ready)} of {self._rules.slots} slots ready>"
 
@@ -122,13 +117,6 @@ class OldestBatcher(DynamicBatcher[S]):
 
     def withdraw(self, live: LiveSequence[S]) -> None:
         self._queue.remove(live.waiting[0])
-
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that each sequence has at most one request in this batcher's queue."""
-        super().check_invariants()
-        requests = self._queue.requests()
-        assert len({request.live for request in requests}) == len(requests)
-        assert all(request.live.ready and request.live.waiting[0] is request for request in requests)
 
 
 Strategy = DirectBatcher[S] | OldestBatcher[S]
@@ -302,12 +290,6 @@ class SequenceBatcher(Planner[S]):
             self._look(moved)
             answers += [(request, state_lost(live.correlation_id, self.table.model)) for request in refused]
         return answers
-
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the ``SequenceTable`` and the batcher of each model instance are consistent."""
-        self.table.check_invariants()
-        for strategy in self._strategies:
-            strategy.check_invariants()
 
     def __repr__(self) -> str:
         return f"<SequenceBatcher {len(self.table)} requests wait, {self.table!r}>"

@@ -108,13 +108,6 @@ class Slots:
         self.free += 1
         heapq.heappush(self._freed, slot)
 
-    def check_invariants(self, taken: set[Slot]) -> None:
-        """Asserts, for tests, that the slots in use and the slots given back are all that were ever used."""
-        assert not taken & set(self._freed)
-        assert all(slot.instance < self._instances for slot in taken)
-        assert len(taken) + len(self._freed) == self._fresh <= self.count
-        assert self.free == self.count - len(taken)
-
     def __repr__(self) -> str:
         return f"<Slots {self.free} of {self.count} free>"
 
@@ -479,30 +472,6 @@ class SequenceTable(Generic[S]):
             }
             for live in itertools.islice(self.sequences(), most)
         ]
-
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that the table's sequences, slots and waiting requests are consistent with each other."""
-        everyone = list(self.sequences())
-        assert len(set(everyone)) == len(everyone) == self.live
-        assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live
-        assert all(live.slot == slot for slot, live in self._holders.items())
-        self._slots.check_invariants(set(self._holders))
-        assert not self._backlog or not self.free_slots
-        assert all(live.waiting and not live.begun and not live.running for live in self._backlog)
-        for correlation_id, live in self._live.items():
-            assert live.correlation_id == correlation_id
-            assert not live.closed
-            assert live in everyone
-        assert all(live.closed or self._live.get(live.correlation_id) is live for live in everyone)
-        for live in self._holders.values():
-            idle = not live.waiting and not live.running
-            assert idle == (live in self._idle)
-            assert not (live.closed and idle)
-            assert not (live.cancelled and live.waiting)
-        assert len(self._idle) <= len(self._holders)
-        assert list(self._idle.values()) == sorted(self._idle.values())
-        for live in everyone:
-            assert all(request.live is live and request.line >= 0 for request in live.waiting)
 
     def __repr__(self) -> str:
         return f"<SequenceTable {len(self._holders)} with slots, {len(self._backlog)} in the backlog>"

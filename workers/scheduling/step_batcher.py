@@ -259,17 +259,5 @@ class StepBatcher(QueuePlanner[W]):
         self._masked, self._on_their_way = frozenset(), 0
         return lost
 
-    def check_invariants(self) -> None:
-        """Asserts, for tests, that each slot is free or has one request, and that each request in a step has a slot."""
-        self._queue.check_invariants()
-        numbers = [holder.number for holder in self._holders.values()]
-        assert sorted(numbers + self._free) == list(range(self._rules.slots))
-        assert all(holder.request is request and not holder.left for request, holder in self._holders.items())
-        assert all(self._holders[holder.request] is holder and not holder.paused for holder in self._running.values())
-        assert all(holder.steps < self._rules.max_steps for holder in self._running.values())
-        assert not self._masked & self._running.keys()
-        assert 0 <= self._on_their_way <= AHEAD
-        assert 0 <= self._room <= self._rules.inserts_per_step
-
     def __repr__(self) -> str:
         return f"<StepBatcher {len(self._queue)} waiting, {len(self._holders)} of {self._rules.slots} slots taken>"

@@ -14,6 +14,7 @@ from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Loaded
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.models.test_lifecycle import sent, settled, states
+from tests.invariants import check_invariants
 
 OPTIONS = Workers(gpu_memory_fraction=0.7, isolated_memory_fraction=0.1, max_isolated=3)
 
@@ -42,7 +43,7 @@ def test_a_worker_is_needed_from_the_load_until_the_unload() -> None:
     assert settled(lifecycle.unloaded(2, "m", 1)) == [(2, "")]
     assert lifecycle.isolated(OPTIONS) == {}
     assert lifecycle.worker_left(2, dismissed=True) == []
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_one_that_fails_needs_none() -> None:
@@ -72,7 +73,7 @@ def test_one_that_moves_needs_its_former_worker_until_the_other_serves() -> None
     lifecycle.load(found("m", "cpu:0", fingerprint="i"), 4)
     lifecycle.worker_left(2, dismissed=True)
     assert lifecycle.models["m"].versions[1].deaths == 0
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_a_load_ends_where_its_worker_cannot_come() -> None:
@@ -93,11 +94,11 @@ def test_a_load_ends_where_its_worker_cannot_come() -> None:
     assert states(out) == [(1, "UNAVAILABLE", ())]
     assert lifecycle.stranded(("cpu:0",)) == []
     assert set(lifecycle.isolated(OPTIONS)) == {"cpu:0#new", "cpu:0#moves"}
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     for worker, name in enumerate(("new", "moves"), 5):
         assert sent(lifecycle.worker_joined(worker, f"cpu:0#{name}")) == [(worker, "Load", 1)]
         assert states(lifecycle.loaded(worker, Loaded(name, 1))) == [(1, "READY", (worker,))]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def refusal(model: FoundModel, taken: dict[str, float]) -> str:

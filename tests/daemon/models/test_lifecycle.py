@@ -26,6 +26,7 @@ from tensord.daemon.models.lifecycle import (
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tests.generated import examples
+from tests.invariants import check_invariants
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:
@@ -255,7 +256,7 @@ def test_a_load_that_is_unloaded_is_given_up() -> None:
             out = lifecycle.unloaded(1, "m", 1)
         assert settled(out) == [(2, "")]
         assert sent(out) == [(1, "Load", 1), (2, "Load", 1), (3, "Load", 1)]
-        lifecycle.check_invariants()
+        check_invariants(lifecycle)
 
 
 def test_a_load_of_something_else_gives_the_one_before_it_up() -> None:
@@ -270,7 +271,7 @@ def test_a_load_of_something_else_gives_the_one_before_it_up() -> None:
     assert lifecycle.loaded(1, Loaded("m", 1, reason="given up", cancelled=True)) == []
     assert states(lifecycle.loaded(1, Loaded("m", 1))) == [(1, "READY", (1,))]
     assert settled(lifecycle.loaded(1, Loaded("m", 2))) == [(1, ""), (2, ""), (3, "")]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_what_serves_goes_on_while_its_replacement_is_given_up() -> None:
@@ -286,7 +287,7 @@ def test_what_serves_goes_on_while_its_replacement_is_given_up() -> None:
     assert [token for token, _ in settled(out)] == [2, 3]
     lifecycle.loaded(1, Loaded("m", 1, reason="given up", cancelled=True))
     assert settled(lifecycle.unloaded(1, "m", 1)) == [(4, "")]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_unload_of_the_unknown_and_the_failed() -> None:
@@ -350,13 +351,13 @@ def test_what_workers_lacked_is_loaded_while_another_version_is(served: bool) ->
         for worker in lacking:
             lifecycle.loaded(worker, Loaded("m", 1))
         assert lifecycle.ready_models() == {"m": [1]}
-        lifecycle.check_invariants()
+        check_invariants(lifecycle)
         out = [i for worker in (1, 2) for i in lifecycle.loaded(worker, Loaded("m", 2, reason=reason))]
         assert lifecycle.ready_models() == {"m": [1 if reason else 2]}
         for worker in (1, 2):
             out += lifecycle.unloaded(worker, "m", 1)
         assert [token for token, _ in settled(out)] == [2]
-        lifecycle.check_invariants()
+        check_invariants(lifecycle)
 
 
 def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
@@ -369,7 +370,7 @@ def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
     ((token, error),) = settled(lifecycle.worker_joined(2, "cpu:2"))
     assert token == 2
     assert "a model that it is made of is not there any more" in error
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_an_ensemble_leaves_a_worker_with_its_model_and_comes_back_with_it() -> None:
@@ -388,7 +389,7 @@ def test_an_ensemble_leaves_a_worker_with_its_model_and_comes_back_with_it() -> 
     assert [(i.worker, i.record) for i in out if isinstance(i, Send)] == [(2, Unload("e", 1)), (2, Unload("m", 1))]
     assert states(out) == [(1, "READY", (1,))] * 2
     assert not lifecycle.is_postponed(2, "e", 1)
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     for name in ("e", "m"):
         lifecycle.unloaded(2, name, 1)
     lifecycle.load(found("m", 1), 4)
@@ -414,11 +415,11 @@ def test_an_ensemble_whose_model_leaves_a_worker_that_loads_it_does_not_serve_th
     lifecycle.load(ensemble, 4, again=True)
     lifecycle.loaded(1, Loaded("m", 1))
     lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     assert sent(lifecycle.loaded(2, Loaded("e", 1))) == [(2, "Unload", 1)]
     out = lifecycle.loaded(1, Loaded("e", 1))
     assert (states(out), settled(out)) == ([(1, "READY", (1,))], [(4, "")])
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     for name in ("e", "m"):
         lifecycle.unloaded(2, name, 1)
     lifecycle.load(found("m", 1, fingerprint="h"), 5)
@@ -433,7 +434,7 @@ def test_an_ensemble_whose_model_leaves_the_only_worker_that_loads_it_fails() ->
     lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
     out = lifecycle.loaded(2, Loaded("e", 1))
     assert [(token, "is not there any more" in error) for token, error in settled(out)] == [(3, True)]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_an_ensemble_that_lacks_a_model_on_one_worker_is_reloaded_on_the_others() -> None:
@@ -450,7 +451,7 @@ def test_an_ensemble_that_lacks_a_model_on_one_worker_is_reloaded_on_the_others(
     lifecycle.loaded(1, Loaded("e", 1))
     out = lifecycle.loaded(3, Loaded("e", 1, reason="no memory"))
     assert (sent(out), states(out)) == ([(3, "Unload", 1)], [(1, "READY", (1,))])
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_an_ensemble_that_lacks_a_model_on_one_worker_fails_with_the_last_of_the_others() -> None:
@@ -469,7 +470,7 @@ def test_an_ensemble_that_lacks_a_model_on_one_worker_fails_with_the_last_of_the
     assert [
         (i.state.state, i.state.reason) for i in out if isinstance(i, Publish) and isinstance(i.state, ModelState)
     ] == [("UNAVAILABLE", "no memory")]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
@@ -488,7 +489,7 @@ def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
     assert [token for token, _ in ended] == [2, 3]
     assert "model 'm': 2 worker processes died while loading it" in ended[0][1]
     assert all(lifecycle.models[name].versions[1].awaited for name in ("m", "e", "outer"))
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_any_number_of_ensembles_end_with_a_model_that_does_not_load() -> None:
@@ -500,7 +501,7 @@ def test_any_number_of_ensembles_end_with_a_model_that_does_not_load() -> None:
     lifecycle.models = dict(reversed(lifecycle.models.items()))
     ended = settled(lifecycle.loaded(1, Loaded("e0", 1, reason="no")))
     assert [token for token, _ in ended] == [*list(range(1, count)), 0]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
@@ -528,7 +529,7 @@ def test_a_load_that_two_workers_died_of_has_not_failed_where_another_brings_it(
     out = lifecycle.loaded(1, Loaded("m", 1))
     assert (settled(out), sent(out)) == ([], [(4, "Load", 1)])
     assert settled(lifecycle.loaded(4, Loaded("m", 1))) == [(1, "")]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -547,7 +548,7 @@ def test_a_load_that_fails_on_one_worker_leaves_no_earlier_content_there(first: 
     out = [*lifecycle.loaded(1, Loaded("m", 1, reason="no")), *lifecycle.loaded(2, Loaded("m", 1, reason="no"))]
     assert (sent(out), forgotten(out)) == ([], [])
     assert states(lifecycle.worker_joined(3, "cpu:3")) == []
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 @pytest.mark.parametrize("given_up", [True, False])
@@ -571,7 +572,7 @@ def test_two_loads_in_a_row_that_fail_do_not_leave_two_contents(given_up: bool) 
     assert sent(out) == [(2, "Unload", 1)]
     assert [(i.state.workers, i.state.metadata) for i in out if isinstance(i, Publish)] == [((1,), b"g")]  # type: ignore[union-attr]
     assert [token for token, _ in settled(out)] == [2, 3]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:
@@ -605,7 +606,7 @@ def test_what_was_given_up_is_tried_again_later_and_later() -> None:
     out = lifecycle.loaded(20, Loaded("m", 2))
     assert sent(out) == [(21, "Load", 2), (20, "Unload", 1), (21, "Unload", 1)]
     assert states(out) == [(2, "READY", (20,)), (1, "UNLOADING", ())]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_a_try_that_fails_with_a_reason_is_the_last() -> None:
@@ -682,7 +683,7 @@ def test_a_version_that_is_given_up_and_serves_stays_until_it_is_replaced() -> N
     out = lifecycle.worker_left(3)
     assert ([token for token, _ in settled(out)], retries(out)) == ([1], [("m", FIRST_RETRY)])
     out = lifecycle.load(found("m", 1, fingerprint="g"), 2)
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     assert sent(out) == [(1, "Load", 1)]
     assert lifecycle.retry("m", 2, 2) == []
     out = lifecycle.loaded(1, Loaded("m", 1))
@@ -816,7 +817,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "lifecycle"):
-            self.lifecycle.check_invariants()
+            check_invariants(self.lifecycle)
 
     @invariant()
     def fronts_know_it(self) -> None:
@@ -836,7 +837,7 @@ class Histories(RuleBasedStateMachine):
         while any(self.owed.values()) or self.retries:
             self.retry(0)
             self.answer(0, False)
-            self.lifecycle.check_invariants()
+            check_invariants(self.lifecycle)
         everything = [version for model in self.lifecycle.models.values() for version in model.versions.values()]
         assert not any(version.given_up for version in everything)
         assert not self.open

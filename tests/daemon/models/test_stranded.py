@@ -11,6 +11,7 @@ from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Loaded
 from tests.daemon.models.test_lifecycle import sent, states
+from tests.invariants import check_invariants
 
 BOTH = ("cuda:0", "cuda:1")
 
@@ -46,12 +47,12 @@ def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecy
         ("second", "UNAVAILABLE", "no worker can use cuda:1 at present")
     ]
     assert lifecycle.stranded(("cuda:0",)) == []
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     # That is the model's trouble; the others' host is ready.
     assert judged(lifecycle, strict=True)
     assert sorted(sent(lifecycle.worker_joined(2, "cuda:1"))) == [(2, "Load", 1)] * 3
     assert states(lifecycle.loaded(2, Loaded("second", 1))) == [(1, "READY", (2,))]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
     assert judged(lifecycle, strict=True)
 
 
@@ -62,7 +63,7 @@ def test_the_try_of_a_worker_that_dies_is_made_by_the_next_one(lifecycle: Lifecy
     lifecycle.worker_left(2, dismissed=True)
     assert len(sent(lifecycle.worker_joined(3, "cuda:1"))) == 3
     assert states(lifecycle.loaded(3, Loaded("second", 1))) == [(1, "READY", (3,))]
-    lifecycle.check_invariants()
+    check_invariants(lifecycle)
 
 
 def test_a_host_that_serves_nothing_is_not_ready(lifecycle: Lifecycle) -> None:

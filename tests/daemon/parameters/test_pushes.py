@@ -36,6 +36,7 @@ from tensord.shm.operations import (
     Settle,
     StageParameters,
 )
+from tests.invariants import check_invariants
 
 PEER = Peer("unix", pid=7, uid=1000)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -223,7 +224,7 @@ async def world(folder: Path, **options: Any) -> Any:
     made = World(folder, **options)
     try:
         yield made
-        made.parameters.sets.check_invariants()
+        check_invariants(made.parameters.sets)
     finally:
         made.parameters.close()
 

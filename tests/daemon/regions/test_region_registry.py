@@ -33,6 +33,7 @@ from tensord.shm.operations import (
     UnregisterRegion,
 )
 from tests.generated import examples
+from tests.invariants import check_invariants
 from tests.open_files import no_descriptors_left
 
 TCP = Peer("tcp", "127.0.0.1:4711")
@@ -201,7 +202,7 @@ async def test_a_region_that_is_in_use_is_listed_until_its_last_request_ends(mem
         await asyncio.sleep(0)
     assert registry.statistics() == {}
     await registry.register(request(), TCP)
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
 
 
@@ -228,7 +229,7 @@ async def test_its_owner_may_register_the_same_again(memory: int) -> None:
             await registry.register(request(**change), TCP)  # type: ignore[arg-type]
     with pytest.raises(AlreadyExists):
         await registry.register(cuda("r"), TCP)
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
     os.close(new)
 
@@ -248,7 +249,7 @@ async def test_a_renewal_that_is_refused_changes_nothing(memory: int) -> None:
         refusing.refuses = None
         assert [worker.regions["r"] for worker in workers] == [before, before]
         assert names(registry) == ["r"]
-        registry.check_invariants()
+        check_invariants(registry)
     registry.close()
     os.close(new)
 
@@ -267,7 +268,7 @@ async def test_renewals_and_others_at_once(memory: int) -> None:
     assert results[:2] == [None, None]
     assert isinstance(results[2], AlreadyExists)
     assert names(registry) == []
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
 
 
@@ -331,7 +332,7 @@ async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
     await registry.register(request(key=""), ALICE, sealed=memory)
     with pytest.raises(AlreadyExists):
         await registry.register(request(key=""), ALICE, sealed=other)
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
     os.close(other)
 
@@ -347,7 +348,7 @@ async def test_a_replacement_gets_every_region(memory: int) -> None:
     await registry.restore(workers[0])
     assert set(workers[0].regions) == {"a", "b"}
     assert workers[0].opened == 0
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
 
 
@@ -384,7 +385,7 @@ async def test_a_name_is_free_also_where_a_worker_just_got_its_region(memory: in
     fresh.answers.set()
     await asyncio.gather(restored, unregistered, registered)
     assert set(fresh.regions) == set(workers[0].regions) == {"r"}
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
 
 
@@ -409,7 +410,7 @@ async def test_a_worker_that_joins_during_a_renewal_has_the_region(memory: int) 
     late.answers.set()
     await asyncio.gather(renewed, restored)
     assert set(fresh.regions) == {"r"}
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
 
 
@@ -439,7 +440,7 @@ async def test_a_worker_that_refuses_the_former_region_does_not_keep_the_one_tha
     with pytest.raises(InvalidArgument, match="no"):
         await registry.register(request(), TCP)
     assert (takes.regions, refuses.regions) == ({}, former)
-    registry.check_invariants()
+    check_invariants(registry)
     registry.close()
     os.close(new)
 
@@ -624,7 +625,7 @@ async def test_a_region_whose_end_cannot_be_watched_is_refused(memory: int, kind
     await registry.register(ask("a"), ALICE, ends[0][0])
     with no_descriptors_left(whatever_closes=True), pytest.raises(Unavailable, match="as many files open as it may"):
         await registry.register(ask("a"), ALICE, ends[1][0])
-    registry.check_invariants()
+    check_invariants(registry)
     os.close(ends[0][1])
     while holder.regions:
         await asyncio.sleep(0.001)
@@ -686,7 +687,7 @@ def test_random_histories(seed: int) -> None:
                 await asyncio.sleep(0)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert result is None or isinstance(result, ServingError), result
-        registry.check_invariants()
+        check_invariants(registry)
         for worker in workers.values():
             assert sorted(worker.regions) == names(registry)
         registry.close()
@@ -731,7 +732,7 @@ async def test_only_the_workers_of_a_gpu_open_its_regions_at_once() -> None:
     assert (gpus.near("a"), gpus.near("b")) == ([1, 2], [0])
     assert gpus.told == [RegionPlace("a", "cuda:1"), RegionPlace("b", "cuda:0")]
     assert gpus.registry.places() == gpus.told
-    gpus.registry.check_invariants()
+    check_invariants(gpus.registry)
     assert json.loads(gpus.registry.status(RegionStatus("cuda", "a"))) == [
         {"name": "a", "device_id": 1, "byte_size": 64}
     ]

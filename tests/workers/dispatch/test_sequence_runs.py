@@ -16,6 +16,7 @@ import pytest
 from tensord.shm.sequence_page import SequenceKeys, SequenceState
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
+from tests.invariants import check_invariants
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import applying
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
@@ -163,7 +164,7 @@ def test_sums_are_right_whatever_comes_together(loop: WorkerLoop, tmp_path: Path
     assert sums.admitted < asked_of_all / (100 if "oldest" in strategy else 2)
     version = sums.version
     assert version.sequences is not None
-    version.sequences.check_invariants()
+    check_invariants(version.sequences)
     assert version.sequences.table.live == len(totals)
     assert all((sums.state(who) is SequenceState.BEGUN) == (who in totals) for who in ids)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tensord.workers.requests.response_cache import ENTRY_BYTE_SIZE, Insertion, Question, ResponseCache
 from tensord.workers.requests.result import Response
+from tests.invariants import check_invariants
 
 LOAD = object()
 X = np.arange(4, dtype=np.int32)
@@ -57,7 +58,7 @@ def test_whatever_differs_is_another_question_even_under_the_same_digest(other: 
     assert cache.insert(collided, answer(2)) is Insertion.KEPT
     assert cache.find(question) is None
     assert len(cache) == 1
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_strings_are_compared_with_their_lengths() -> None:
@@ -120,4 +121,4 @@ def test_the_bound_holds_and_nothing_wrong_is_found(events: list[tuple[int, int]
             kept[number] = size
         else:
             assert np.array_equal(found["y"], np.full(kept[number], number, np.uint8))
-        cache.check_invariants()
+        check_invariants(cache)

@@ -28,6 +28,7 @@ from tensord.workers.scheduling.sequence_batcher import (
     Strategy,
 )
 from tensord.workers.scheduling.sequence_table import SequenceRules
+from tests.invariants import check_invariants
 from tests.workers.scheduling.naive_sequences import NaiveSequences, Step, refusal
 
 
@@ -187,7 +188,7 @@ def simulate(seed: int, steps: int) -> None:
     simulation = Simulation(seed)
     for _ in range(steps):
         simulation.step()
-    simulation.batcher.check_invariants()
+    check_invariants(simulation.batcher)
 
 
 # ------------------------------------------------------------------------------------------------------------ long runs

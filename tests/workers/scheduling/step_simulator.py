@@ -12,6 +12,7 @@ from collections import deque
 from tensord.shm.errors import Cancelled, Unavailable
 from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
 from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, SlotAnswer, Step, StepBatcher, StepRules
+from tests.invariants import check_invariants
 
 
 class Counting(Waiting):
@@ -84,13 +85,13 @@ class Simulation:
                 (self.arrive, self.dispatch, self.read, self.cancel, self.pause, self.resume, self.fail, self.tick),
                 (6, 6, 6, 1, 1, 1, 0.3, 1),
             )[0]()
-            self.batcher.check_invariants()
+            check_invariants(self.batcher)
         while self.paused:
             self.resume()
         while len(self.batcher) or self.batcher.lives:
             self.dispatch()
             self.read()
-            self.batcher.check_invariants()
+            check_invariants(self.batcher)
         self.check()
 
     def arrive(self) -> None:

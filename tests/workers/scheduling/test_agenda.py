@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.workers.scheduling.agenda import NEVER, Agenda
+from tests.invariants import check_invariants
 
 PARTS = st.sampled_from("abcdef")
 STEPS = st.lists(
@@ -44,7 +45,7 @@ def test_a_part_is_asked_when_it_is_due_or_has_work_and_then_no_more(steps: list
             for each in taken:
                 due.pop(each, None)
             woken = []
-        agenda.check_invariants()
+        check_invariants(agenda)
         assert list(agenda.woken) == woken
         assert agenda.due_ns == min(due.values(), default=NEVER)
 

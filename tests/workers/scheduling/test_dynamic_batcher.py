@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tensord.workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
 from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
+from tests.invariants import check_invariants
 
 
 def batcher_of(
@@ -86,10 +87,10 @@ def test_decisions(
     why: str, rules: BatchRules, waiting: list[tuple[str, int, int]], now: int, due: int | None, batch: list[int]
 ) -> None:
     batcher = batcher_of(rules, *waiting)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert batcher.due_ns() == due, why
     assert rows(batcher.take(now)) == batch, why
-    batcher.check_invariants()
+    check_invariants(batcher)
 
 
 def test_of_two_that_are_due_the_most_urgent_goes_first() -> None:
@@ -122,10 +123,10 @@ def test_a_request_that_left_is_not_waited_for() -> None:
 def test_a_key_grows_only_as_far_as_it_is_compiled(delay_ns: int) -> None:
     batcher = batcher_of(BatchRules(8, delay_ns), *singles(7))
     batcher.limit("a", 2)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert rows(batcher.take(8)) == [1, 1]
     batcher.limit("a", 0)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert rows(batcher.take(8 + delay_ns)) == [1] * 5
 
 
@@ -153,7 +154,7 @@ def test_when_no_more_come_nothing_waits() -> None:
     assert batcher.due_ns() == 1
     assert [rows(batcher.take(3)) for _ in range(3)] == [[1], [1], []]
     assert batcher.due_ns() is None
-    batcher.check_invariants()
+    check_invariants(batcher)
 
 
 def test_what_is_told_of_keys_is_not_kept() -> None:
@@ -183,7 +184,7 @@ def test_all_requests_run_once_and_in_order(
             assert all(now - request.arrived_ns <= delay_ns for request in batch)
             ran[str(batch[0].key)] += [request.arrived_ns for request in batch]
             sent += len(batch)
-            batcher.check_invariants()
+            check_invariants(batcher)
         assert batcher.take(now) == []
     assert sent == len(arrivals)
     assert all(order == sorted(order) for order in ran.values())

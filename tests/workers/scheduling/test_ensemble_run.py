@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, EnsembleStep
 from tensord.workers.scheduling.ensemble_run import EnsembleRun, StepStart
 from tensord.workers.scheduling.sequence import Controls
+from tests.invariants import check_invariants
 
 
 def step(takes: str, gives: str, streams: bool = False) -> EnsembleStep:
@@ -60,7 +61,7 @@ def test_what_an_answer_says_of_its_sequence_holds_for_all_that_comes_of_it() ->
         (fourth,) = going.responded(third, {"d": "D"})
         assert isinstance(fourth, StepStart)
         assert fourth.controls == said, "its model has said nothing else"
-        going.check_invariants()
+        check_invariants(going)
         assert answers(going.responded(fourth, {"e": "E"})) == [{"d": "D", "e": "E", "f": "F"}]
         for each in (third, fourth):
             going.ended(each)
@@ -158,7 +159,7 @@ def test_any_graph_in_any_order_gives_what_evaluating_it_does(graph: EnsembleGra
         made = {name: f"{name}({','.join(each.inputs.values())})" for name in graph.steps[each.step].outputs}
         waiting += going.responded(each, made)
         going.ended(each)
-        going.check_invariants()
+        check_invariants(going)
     assert answered == [{name: expected[name] for name in graph.outputs}]
     assert len(begun) == len(set(begun))
     assert going.running == 0

@@ -20,6 +20,7 @@ from tensord.workers.scheduling.queue import (
     Waiting,
     in_turns,
 )
+from tests.invariants import check_invariants
 
 
 def request(key: str = "a", rows: int = 1, arrived_ns: int = 0, **fields: Any) -> Waiting:
@@ -33,7 +34,7 @@ def queue_of(*requests: Waiting, rules: QueueRules | None = None) -> RequestQueu
     queue: RequestQueue[Waiting] = RequestQueue(rules or QueueRules(100))
     for each in requests:
         queue.push(each)
-    queue.check_invariants()
+    check_invariants(queue)
     return queue
 
 
@@ -44,10 +45,10 @@ def test_levels_cost_nothing_while_nobody_waits_there() -> None:
     last, normal, second = request(priority=many), request(), request(priority=2)
     for each in (last, normal, second):
         queue.push(each)
-        queue.check_invariants()
+        check_invariants(queue)
     assert queue.head() is second
     assert queue.take("a", 8) == [second, normal, last]
-    queue.check_invariants()
+    check_invariants(queue)
     assert queue._order == [0]
 
 
@@ -70,7 +71,7 @@ def test_who_has_less_than_a_share_finds_a_place_that_others_have_filled() -> No
     queue = queue_of(*[request(owner="many") for _ in range(8)], rules=QueueRules(8))
     for _ in range(3):
         queue.push(request(owner="few"))
-    queue.check_invariants()
+    check_invariants(queue)
     for owner in ("many", "few"):
         with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
             queue.push(request(owner=owner))
@@ -141,7 +142,7 @@ def test_owners_take_turns(events: list[tuple[str, int, str]]) -> None:
                 served[each][head.owner] += 1
             others = [count for owner, count in served[head].items() if owner != head.owner]
             assert max(others, default=0) <= before[head] + 2
-        queue.check_invariants()
+        check_invariants(queue)
     assert not waiting
 
 
@@ -154,7 +155,7 @@ def test_a_batch_takes_of_all_owners_in_turn() -> None:
         queue.push(each)
     assert list(queue.waiting("a")) == [few[0], many[2], few[1], *many[3:]]
     assert queue.take("a", 3) == [few[0], many[2], few[1]]
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 def test_a_level_of_its_own_size() -> None:
@@ -183,7 +184,7 @@ def test_timeout(policy: QueuePolicy, timeout_ns: int, expires_ns: int) -> None:
         assert queue.expire(expires_ns - 1) == []
         assert queue.expire(expires_ns) == [waiting]
         assert queue.head() is None
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 def test_delayed_requests_run_after_those_on_time() -> None:
@@ -191,7 +192,7 @@ def test_delayed_requests_run_after_those_on_time() -> None:
     late, on_time = request(arrived_ns=0), request(arrived_ns=8)
     queue = queue_of(late, on_time, rules=rules)
     assert queue.expire(12) == []
-    queue.check_invariants()
+    check_invariants(queue)
     assert queue.head() is on_time
     assert queue.take("a", 9) == [on_time, late]
 
@@ -212,7 +213,7 @@ def test_restored_requests_stand_before_those_that_came_later() -> None:
     queue.push(c)
     assert queue.expire(5) == []
     queue.restore(taken)
-    queue.check_invariants()
+    check_invariants(queue)
     assert queue.head() is a
     assert queue.expire(6) == [a]
     assert queue.take("a", 9) == [b, c]
@@ -299,7 +300,7 @@ def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
         elif event[0] == "expire":
             now += event[1]
             left += queue.expire(now)
-        queue.check_invariants()
+        check_invariants(queue)
         for key in "abc":
             waiting = list(queue.waiting(key))
             assert key in queue.changed or waiting == seen.get(key, [])
@@ -319,7 +320,7 @@ def test_a_full_queue_takes_whoever_replaces() -> None:
     assert queue.push(request(replace_key="k")) is not None
     with pytest.raises(Unavailable):
         queue.push(request(replace_key="other"))
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 def test_a_full_level_keeps_the_one_that_waits_elsewhere() -> None:
@@ -329,7 +330,7 @@ def test_a_full_level_keeps_the_one_that_waits_elsewhere() -> None:
     with pytest.raises(Unavailable):
         queue.push(request(priority=1, replace_key="k"))
     assert waiting in queue.requests()
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 def test_one_that_comes_late_does_not_replace_a_newer_one() -> None:
@@ -338,7 +339,7 @@ def test_one_that_comes_late_does_not_replace_a_newer_one() -> None:
     queue = queue_of(newer)
     assert queue.push(older) == (older, newer)
     assert queue.requests() == [newer]
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 def test_a_restored_one_gives_its_place_to_the_newer_one() -> None:
@@ -348,7 +349,7 @@ def test_a_restored_one_gives_its_place_to_the_newer_one() -> None:
     queue.push(new)
     assert list(queue.waiting("a")) == [other, new]
     assert queue.restore(taken) == [(old, new)]
-    queue.check_invariants()
+    check_invariants(queue)
     assert queue.take("a", 9) == [new, other]
 
 
@@ -356,7 +357,7 @@ def test_requests_without_a_key_replace_one_another_where_the_rules_say_so() -> 
     a, b, keyed = request(), request(), request(replace_key="k")
     queue = queue_of(a, keyed, rules=QueueRules(9, replaces=True))
     assert queue.push(b) == (a, b)
-    queue.check_invariants()
+    check_invariants(queue)
     assert queue.take("a", 9) == [b, keyed]
 
 
@@ -388,7 +389,7 @@ def test_what_is_kept_of_many_that_replace_one_another_is_bounded() -> None:
         queue.push(request("ab"[number % 2], deadline_ns=1 << 60, arrived_ns=number, replace_key="k"))
     assert len(queue) == 1
     assert len(queue.expiries) < 200
-    queue.check_invariants()
+    check_invariants(queue)
 
 
 class Model:
@@ -460,7 +461,7 @@ def test_any_mixture_with_replace_keys(events: list[tuple[Any, ...]], replaces: 
         elif event[1] < len(pushed) and queue.remove(pushed[event[1]]):
             left.append(pushed[event[1]])
             model.places = [place for place in model.places if place[2] is not pushed[event[1]]]
-        queue.check_invariants()
+        check_invariants(queue)
         for key in "ab":
             places = sorted(place for place in model.places if place[2].key == key)
             assert list(queue.waiting(key)) == [waiting for _, _, waiting in places]

@@ -9,6 +9,7 @@ from tensord.workers.scheduling.sequence import Controls, IterativeIds
 from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules, SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
 from tests.generated import examples
+from tests.invariants import check_invariants
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
 
@@ -31,7 +32,7 @@ def test_many_ids_leave_nothing_behind() -> None:
     for _ in range(20_000):
         churn.step()
     table = churn._batcher.table
-    churn._batcher.check_invariants()
+    check_invariants(churn._batcher)
     assert table.live == len(churn._heard.live) <= 4000
     assert len(table._slots._freed) + len(table.expiries) + len(table._idle) <= 2 * 4000
     assert churn.answered > 1000
@@ -50,15 +51,15 @@ class Scene:
         controls = Controls(correlation_id, "S" in flags, "E" in flags)
         step = Step(self._number, key, self._number, controls, timeout_ns)
         self.batcher.arrived(step)
-        self.batcher.check_invariants()
+        check_invariants(self.batcher)
         return step
 
     def run(self, now_ns: int = 100, instance: int = 0) -> list[Step]:
         """Runs one batch; returns it."""
         batch = self.batcher.take(now_ns, instance)
-        self.batcher.check_invariants()
+        check_invariants(self.batcher)
         self.batcher.done(batch, now_ns)
-        self.batcher.check_invariants()
+        check_invariants(self.batcher)
         return batch
 
     def slots(self) -> dict[int | str, int]:
@@ -152,7 +153,7 @@ def test_what_was_taken_and_vanished_leaves_no_hole() -> None:
     scene.batcher.take(100)
     answers = scene.batcher.dropped(vanished, 101)
     assert [step for step, _ in answers] == [behind]
-    scene.batcher.check_invariants()
+    check_invariants(scene.batcher)
     assert scene.batcher.table.live == len(scene.heard.live) == 0
 
 
@@ -166,7 +167,7 @@ def test_each_sequence_is_told_once_that_its_state_is_lost() -> None:
     running = scene.batcher.take(100)
     assert scene.batcher.lose(0, 100) == []
     scene.batcher.done(running, 100)
-    scene.batcher.check_invariants()
+    check_invariants(scene.batcher)
     assert scene.batcher.table.live == 0
     with pytest.raises(Unavailable, match="sequence 2 of model 'm' was lost after an execution error; start it again"):
         scene.send(2)
@@ -218,7 +219,7 @@ def test_who_has_no_room_for_another_sequence_refuses_it() -> None:
     )
     with pytest.raises(Unavailable, match="no room"):
         batcher.arrived(Step(1, "k", 1, Controls(1, True, False)))
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert batcher.table.live == 0
 
 
@@ -245,9 +246,9 @@ def test_a_request_that_comes_round_again() -> None:
     own.controls = ids.next_round(own.controls)
     assert batcher.restore([own], 6) == []
     batcher.done([made], 6)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert batcher.take(7) == [own]
     assert own.controls == (7, False, False)
     batcher.done([own], 8)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert batcher.table.live == len(heard.live) == 0

@@ -8,6 +8,7 @@ from tensord.shm.errors import Cancelled, DeadlineExceeded
 from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
 from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, SlotAnswer, StepBatcher, StepRules
 from tests.generated import examples
+from tests.invariants import check_invariants
 from tests.workers.scheduling.step_simulator import Simulation
 
 
@@ -31,7 +32,7 @@ def give_slots(batcher: StepBatcher[Waiting]) -> list[Waiting]:
     found: list[Waiting] = []
     while taken := batcher.take(0):
         found += taken
-    batcher.check_invariants()
+    check_invariants(batcher)
     return found
 
 
@@ -164,7 +165,7 @@ def test_who_is_paused_keeps_the_slot() -> None:
     following = batcher.step()
     assert following is not None
     assert ({each.request for each in following.holders}, following.masked) == ({a, b}, frozenset())
-    batcher.check_invariants()
+    check_invariants(batcher)
 
 
 def test_all_that_have_a_slot_fail_together() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tensord.workers.scheduling.sequence import Controls, LiveSequence, Sequenced, Slot
 from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules
+from tests.invariants import check_invariants
 
 
 def ready(batcher: DirectBatcher[Sequenced], number: int, key: str, arrived_ns: int) -> LiveSequence[Sequenced]:
@@ -40,7 +41,7 @@ def test_decisions(
     batcher: DirectBatcher[Sequenced] = DirectBatcher(rules)
     for each in slots:
         ready(batcher, *each)
-    batcher.check_invariants()
+    check_invariants(batcher)
     assert batcher.due_ns() == due, why
     assert [request.live.slot.number for request in batcher.take(now) if request.live.slot] == batch, why
 
