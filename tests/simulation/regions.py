@@ -138,6 +138,8 @@ class Call(Change):
     #: Of "end": the registration whose client has ended. Of that: it is noted.
     of: Call | None = None
     has_end: bool = False
+    #: Of "end": when whoever registered the name again has heard that it is over; 0: it ended when ``ended_ns`` says.
+    over_ns: int = 0
 
     def is_behind(self, front: FrontProcess) -> bool:
         """Returns whether it can be nothing to what a front has answered: that, or its daemon, had ended before."""
@@ -152,6 +154,10 @@ class Call(Change):
     @property
     def goes(self) -> bool:
         return self.kind in ("unregister", "end")
+
+    def was_over(self, moment_ns: int) -> bool:
+        """Returns whether nothing that was asked from then on can use what went."""
+        return self.ended_before(moment_ns) and self.over_ns < moment_ns
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} of region '{self.model}'"
@@ -295,7 +301,7 @@ class Registrations:
         """Notes that a region is there, whoever had registered it before and has ended: that one's end is over."""
         for end in self.of(call.model):
             if end.of is not None and end.of is not call and not end.ended_ns and end.of.ended_before(call.begun_ns):
-                end.error, end.ended_ns = "", max(call.begun_ns - 1, end.of.ended_ns)
+                end.error, end.ended_ns, end.over_ns = "", max(call.begun_ns - 1, end.of.ended_ns), call.ended_ns
 
     def candidates(self, name: str, since_ns: int) -> list[Call]:
         """Returns the registrations that the name may have stood for at some time since then."""
@@ -305,7 +311,7 @@ class Registrations:
             if call.kind != "register" or (call.error and call.ended_ns < since_ns):
                 continue
             if call.done and any(
-                other.ended_before(since_ns) and other.begun_ns > call.ended_ns
+                other.was_over(since_ns) and other.begun_ns > call.ended_ns
                 for other in calls
                 if other.kind != "status"
             ):
