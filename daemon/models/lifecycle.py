@@ -27,6 +27,7 @@ from tensord.daemon.models.versions import (
     Operation,
     VersionEntry,
     awaits,
+    check_given_up,
     has_members,
     member_given_up,
     named,
@@ -635,6 +636,13 @@ class Lifecycle:
         """Returns why the daemon has put off loading version ``number`` of a model until later, or "" if it has not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
+
+    def check_given_up(self, worker: int, name: str, number: int) -> None:
+        """Raises Unavailable, with the reason, if a worker does not get a model version before the daemon's next try to load it.
+
+        ``worker``: the number of the worker process. ``number``: the version, or 0 for any.
+        """
+        check_given_up(self.models, name, number, self._workers.get(worker))
 
     def loading_at(self, worker: int) -> bool:
         """Returns whether a load has been sent to a worker and has not ended: it has not failed, nor does the worker serve it.

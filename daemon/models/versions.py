@@ -186,9 +186,13 @@ def member_given_up(models: Mapping[str, ModelEntry], version: VersionEntry) -> 
     return found
 
 
-def check_given_up(models: Mapping[str, ModelEntry], name: str, number: int) -> None:
-    """Raises Unavailable, with the reason, if a model is not loaded before its next try. ``number``: a version, or 0 for any."""
-    if reasons := [version.given_up for version in named(models, name, number or -1) if version.given_up]:
+def check_given_up(models: Mapping[str, ModelEntry], name: str, number: int, device: str | None = None) -> None:
+    """Raises Unavailable, with the reason, if a model is not loaded before its next try. ``number``: a version, or 0 for any.
+
+    ``device``: only versions count that the workers on this device have to load; None: all versions count.
+    """
+    found = [v for v in named(models, name, number or -1) if device is None or v.belongs(device)]
+    if reasons := [version.given_up for version in found if version.given_up]:
         of = f"'{name}'{f' version {number}' if number else ''}"
         raise Unavailable(f"model {of} cannot be served now: {'; '.join(reasons)}")
 

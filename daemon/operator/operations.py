@@ -12,7 +12,7 @@ import msgspec
 
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models.changes import Models
-from tensord.daemon.models.versions import IndexState, check_given_up
+from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import listings
 from tensord.daemon.operator.audit import Audit
 from tensord.daemon.parameters.pushes import Parameters
@@ -93,9 +93,15 @@ class Operations:
 
         ``worker``: the number of the process of the worker that asks.
         """
-        if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
-            if isinstance(call.operation, ModelReady) and call.operation.awaits:
-                await self._models.sent(worker, original(call.operation.name)[0], call.operation.version)
+        operation = call.operation
+        if isinstance(operation, LoadModel | UnloadModel | ModelReady):
+            if isinstance(operation, ModelReady) and operation.awaits:
+                asked = worker, original(operation.name)[0], operation.version
+                await self._models.sent(*asked)
+                try:
+                    self._models.lifecycle.check_given_up(*asked)
+                except Unavailable as error:
+                    return Reply.refusing(call.call_id, error)
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
@@ -135,11 +141,8 @@ class Operations:
             case LoadModel():
                 with self._models.ensembles.waits.waiting(operation.within, operation.name):
                     await self._models.load(operation)
-            case ModelReady(name, version, awaits):
-                ready = await self._is_ready(name, version)
-                if awaits and not ready:
-                    check_given_up(self._models.lifecycle.models, original(name)[0], version)
-                return msgspec.json.encode(ready)
+            case ModelReady(name, version, _):
+                return msgspec.json.encode(await self._is_ready(name, version))
             case UnloadModel(name, dependents):
                 self._models.unload(name, dependents)
             case RepositoryIndex(ready, detailed):

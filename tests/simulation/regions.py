@@ -311,9 +311,7 @@ class Registrations:
             if call.kind != "register" or (call.error and call.ended_ns < since_ns):
                 continue
             if call.done and any(
-                other.was_over(since_ns) and other.begun_ns > call.ended_ns
-                for other in calls
-                if other.kind != "status"
+                other.was_over(since_ns) and other.begun_ns > call.ended_ns for other in calls if other.kind != "status"
             ):
                 continue
             found.append(call)

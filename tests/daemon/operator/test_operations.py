@@ -54,10 +54,40 @@ def lifecycle() -> Lifecycle:
 async def test_a_call_of_a_model_that_is_given_up_gets_the_reason(
     lifecycle: Lifecycle, asked: ModelReady, reply: Reply
 ) -> None:
+    assert await answered(lifecycle, asked, 3) == reply
+
+
+@pytest.mark.parametrize(
+    ("devices", "reply"),
+    [
+        ((), Reply(5, "UNAVAILABLE", f"model 'm' cannot be served now: {GIVEN_UP}")),
+        # A worker of another device is never to load it.
+        (("cpu:1",), Reply(5, result=b"true")),
+    ],
+)
+async def test_a_call_of_a_model_that_others_serve_gets_why_its_worker_lacks_it(
+    devices: tuple[str, ...], reply: Reply
+) -> None:
+    made = Lifecycle()
+    made.load(FoundModel("m", Path("m"), chosen=(1,), fingerprint="f", devices=devices), 0)
+    made.worker_joined(1, "cpu:1")
+    made.loaded(1, Loaded("m", 1))
+    for worker in (2, 3):
+        made.worker_joined(worker, "cpu:1")
+        made.worker_left(worker)
+    made.worker_joined(4, "cpu:0")
+    assert made.is_ready("m")
+    assert made.reason("m", 1) == GIVEN_UP
+    assert await answered(made, ModelReady("m", awaits=True), 4) == reply
+
+
+async def answered(lifecycle: Lifecycle, asked: ModelReady, worker: int) -> Reply:
+    """Returns what a worker is answered, of which a model's code asks."""
+
     async def done(*_: Any) -> None:
         pass
 
     rest: Any = SimpleNamespace(settled=done)
     models: Any = SimpleNamespace(lifecycle=lifecycle, sent=done)
     operations = Operations(models, rest, rest, rest, rest, rest, rest, Audit())
-    assert await operations.reply_to_model(ControlCall(5, asked), 3) == reply
+    return await operations.reply_to_model(ControlCall(5, asked), worker)
