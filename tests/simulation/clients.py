@@ -491,6 +491,15 @@ class Clients:
         """Returns whether the model, and each that it needs, must have been loaded when it was asked."""
         return all(self.history.is_up(model, ask.begun_ns) for model in self._used(ask))
 
+    def _comes_later(self, ask: Ask) -> bool:
+        """Returns whether it was asked for an ensemble that had gone with a model, of which loads were under way one after the other.
+
+        The ensemble is loaded when none is.
+        """
+        changes = [change for each in ensembles.ALL.get(ask.model, ()) for change in self.history.changes[each]]
+        loads = any(change.kind == "load" and change.may_last(ask.begun_ns) for change in changes)
+        return loads and any(change.kind == "unload" for change in changes)
+
     @staticmethod
     def _used(ask: Ask) -> tuple[str, ...]:
         """Returns the models that a request uses."""
@@ -519,6 +528,7 @@ class Clients:
                 and self._was_troubled(ask)
             )
             or (unavailable and "cannot be served now" in message and deaths >= 2)
+            or (unavailable and message.endswith("it is being loaded") and self._comes_later(ask))
             # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
             or (not_found and "died of it" in message and deaths >= 2)
             or (not_found and ask.model in ensembles.ALL and bool(self.history.blamed) and deaths >= 2)
