@@ -492,7 +492,7 @@ class Clients:
         return all(self.history.is_up(model, ask.begun_ns) for model in self._used(ask))
 
     def _comes_later(self, ask: Ask) -> bool:
-        """Returns whether it was asked for an ensemble that had gone with a model, of which loads were under way one after the other.
+        """Returns whether it was asked for an ensemble that had gone with a model, while that was loaded again and again.
 
         The ensemble is loaded when none is.
         """
