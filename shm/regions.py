@@ -185,6 +185,9 @@ class Region(_ObjectRegion):
         try:
             self._whole = self._map(populate)
             self._guard = guard.Guarded(self._whole)
+            # It is guarded as long as something refers to it, such as an array that a model keeps, and no longer: the handler
+            # would put zeros over whatever is mapped at its address then. So this does not depend on who closes the region.
+            weakref.finalize(self._whole.obj, self._guard.release).atexit = False
         except OverflowError as error:
             os.close(fd)
             raise refused(name, error, Unavailable) from None
@@ -251,8 +254,6 @@ class Region(_ObjectRegion):
             return
         os.close(self.fd)
         self.fd = -1
-        # A model may keep an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
-        weakref.finalize(self._whole.obj, self._guard.release).atexit = False
         self._whole.release()
 
 

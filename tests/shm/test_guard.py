@@ -137,6 +137,19 @@ def test_what_is_still_looked_at_stays_guarded() -> None:
     assert not guard.any_faults()
 
 
+def test_a_region_that_nobody_has_closed_guards_nothing_once_it_is_gone() -> None:
+    """What is mapped at its address later counts its own faults, and the range of the former one is not overwritten."""
+    gc.collect()
+    region = region_of(2 * PAGE)
+    os.ftruncate(region.fd, 0)
+    assert bytes(region.view(0, 1)) == b"\x00"
+    start, fd = address_of(region.view(0, 1)), region.fd
+    del region
+    os.close(fd)
+    assert not guard.may_be_missing(start)
+    assert not guard.any_faults()
+
+
 def test_more_mappings_than_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The region is refused, and nothing of it stays."""
     before = len(os.listdir("/proc/self/fd"))
