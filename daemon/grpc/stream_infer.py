@@ -52,6 +52,8 @@ class StreamInfer(InferCall):
         self._waiting: deque[Message] = deque()
         #: True while the last request waits for room: what comes later is sent later.
         self._placing = False
+        #: True until the client has taken all that was unsent when it was too much.
+        self._is_behind = False
         self._half_closed = False
         #: Nothing more is taken.
         self._stopping = False
@@ -275,7 +277,11 @@ class StreamInfer(InferCall):
 
     def _send(self, parts: list[Buffer], sent: OnSent = None) -> None:
         self.stream.send(parts, sent)
-        # A client that does not read gets no more window until it has.
-        if self.stream.unsent_size >= _MAX_UNSENT and not self.stream.held:
-            self.stream.held = True
-            self.stream.send_later(self._go_on)
+        # A client that does not read gets no more window until it has, whatever else the stream waits for.
+        if self.stream.unsent_size >= _MAX_UNSENT and not self._is_behind:
+            self._is_behind = self.stream.held = True
+            self.stream.send_later(self._caught_up)
+
+    def _caught_up(self) -> None:
+        self._is_behind = False
+        self._go_on()

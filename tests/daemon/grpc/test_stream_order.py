@@ -139,6 +139,30 @@ def test_what_waits_is_bounded(most: int, size: int) -> None:
         until(lambda: not worker.leases)
 
 
+def test_a_stream_with_enough_requests_goes_on_when_its_client_has_read() -> None:
+    """
+    1. A stream has as many requests in flight as it may, and another one waits.
+    2. All are answered, with more than 4 MiB, of which the client reads nothing.
+    Result: as soon as it has read them, its next request is taken.
+    """
+    settings = ((frames.INITIAL_WINDOW_SIZE, 0),)
+    with serving(grpc={"max_stream_requests": 2}) as (front, (worker,)), front.frames(settings) as client:
+        stream = client.open(STREAM)
+        asked(client, stream, b"0", b"1", b"2")
+        for size in (3 * MIB, 3 * MIB, 1):
+            worker.answer(worker.next(), bytes(size))
+        # The front has read those answers where it sends one that comes behind them from the same worker.
+        call = client.call(request(b"another"))
+        worker.echo(worker.next())
+        client.send(frames.window_update(call, MIB))
+        assert client.answer(call).values == b"another"
+        client.send(frames.window_update(stream, 16 * MIB))
+        assert len(ids(client, stream, 3)) == 3
+        asked(client, stream, b"3")
+        worker.echo(worker.next())
+        assert ids(client, stream, 4)[3:] == ["3"]
+
+
 def test_a_request_that_others_wait_for_is_not_held_up_by_their_answers() -> None:
     """
     1. Answers that wait for a stream's first request fill the connection's share of response memory.
