@@ -231,9 +231,10 @@ class HttpRequest(Pending[Any]):
         try:
             if self._channel is None:
                 self._again_at, self._asked = 0.0, False
-                self._channel = HttpChannel(self._pool.address)
-                if self._pool.is_closed:  # since the look above: nobody has shut this channel down
+                self._channel = channel = HttpChannel(self._pool.address)
+                if self._pool.is_closed or self.done():  # since the look above: nobody may have shut this channel down
                     self._finish(Cancelled(CLOSED), keeps=False)
+                    channel.close()
                     return 0
             if not self._asked:
                 self._channel.send(self._exchange.pieces, self._exchange.read_next is not None)
@@ -287,6 +288,8 @@ class HttpRequest(Pending[Any]):
             return
         channel, self._channel = self._channel, None
         if channel is not None and not (keeps and channel.may_be_kept):
+            # Another thread may sleep until the server answers: it would not notice a close alone.
+            channel.shut_down()
             channel.close()
             channel = None
         self._pool.give(self, channel)

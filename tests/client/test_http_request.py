@@ -7,8 +7,11 @@ import collections
 import contextlib
 import gc
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -141,3 +144,64 @@ def test_a_callback_that_comes_after_the_end_of_the_waiter_is_called() -> None:
         os.close(write)
     with pytest.raises(Cancelled, match=r"^the client was closed$"):
         pending.result()
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """Provides a socket to which clients can connect. Nobody answers them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def pool_of(server: socket.socket) -> Pool:
+    return Pool(Address("", *server.getsockname()), limit=1)
+
+
+def test_a_thread_that_waits_for_the_server_is_woken_by_who_cancels(server: socket.socket) -> None:
+    pending = queued(pool_of(server))
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pending.result()
+        except Cancelled as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    with server.accept()[0]:
+        # Long enough that it is not Python that it waits for.
+        states = ""
+        while not states.endswith("S" * 20):
+            time.sleep(0.001)
+            states += Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(") ")[2][0]
+        pending.cancel()
+        thread.join(20)
+    assert [str(error) for error in found] == ["the request was cancelled"]
+
+
+def test_a_request_that_is_cancelled_while_it_connects_leaves_no_connection(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[HttpChannel] = []
+
+    class Channel(HttpChannel):
+        """A connection that is just opened when another thread cancels the request."""
+
+        def __init__(self, address: Address) -> None:
+            super().__init__(address)
+            opened.append(self)
+            thread = threading.Thread(target=pending[0].cancel)
+            thread.start()
+            thread.join()
+
+    pool = pool_of(server)
+    first = queued(pool)
+    pending = [queued(pool)]
+    monkeypatch.setattr("tensord_client.http_request.HttpChannel", Channel)
+    first.cancel()
+    pending[0]._step()
+    assert [channel.fileno() for channel in opened] == [-1]
+    last = queued(pool)
+    assert last._granted
+    last.cancel()
