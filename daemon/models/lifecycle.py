@@ -332,13 +332,15 @@ class Lifecycle:
     def fill(self, name: str, number: int) -> list[Instruction]:
         """Returns instructions to load version ``number`` on each worker that should have the version and does not.
 
-        Call it when a push has brought the parameters that these workers lacked. Returns [] while a load of the version runs.
+        Call it when a push has brought the parameters that these workers lacked.
         """
         version = self.version(name, number)
-        if version is None or version.given_up or number in self.models[name].bringing:
+        if version is None or version.given_up:
             return []
         missing = self._homes(version) - version.ready.keys() - version.loading.keys() - version.postponed
-        out: list[Instruction] = []
+        out, bringing = list[Instruction](), self.models[name].bringing
+        if missing and number in bringing:
+            bringing[number] = ""  # it has not failed yet
         if missing and version.state is not IndexState.READY:
             version.state, version.reason = IndexState.LOADING, ""
             out.append(Publish(version.state_record()))

@@ -360,6 +360,23 @@ def test_what_workers_lacked_is_loaded_while_another_version_is(served: bool) ->
         check_invariants(lifecycle)
 
 
+@pytest.mark.parametrize("reason", ["", "no memory"])
+@pytest.mark.parametrize("served", [False, True])
+def test_what_workers_lacked_is_loaded_while_the_load_that_failed_there_runs(served: bool, reason: str) -> None:
+    """The load waits for another worker, or another version. It ends with what these workers answer last."""
+    lifecycle = of(1, 2)
+    lifecycle.load(found("m", 1, 2), 1)
+    lifecycle.loaded(1, Loaded("m", 1, reason="" if served else "lacks what was pushed"))
+    lifecycle.loaded(2, Loaded("m", 1, reason="lacks what was pushed"))
+    lacking = [2] if served else [1, 2]
+    assert sent(lifecycle.fill("m", 1)) == [(worker, "Load", 1) for worker in lacking]
+    for worker in (1, 2):
+        assert not settled(lifecycle.loaded(worker, Loaded("m", 2)))
+    out = [i for worker in lacking for i in lifecycle.loaded(worker, Loaded("m", 1, reason=reason))]
+    assert [(token, reason in error, bool(error)) for token, error in settled(out)] == [(1, True, bool(reason))]
+    check_invariants(lifecycle)
+
+
 def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
     """1. A worker loads it. 2. Its model is unloaded. 3. The worker dies, and another one comes, which has nothing to load."""
     lifecycle = serving(1)
