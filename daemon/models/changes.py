@@ -280,20 +280,21 @@ class Models:
             # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
             self._unread[name] = f"the model {found.error}"
             self._supervisor.model_changed(self._unread_state(name))
-        if found is not None and (given := self._overrides.of(found)):
-            try:
-                return await self._bring(await self._read(name, repository.overridden, found.path, given))
-            except ServingError as error:
-                self._refuse(name, error.message)
-                return error.message
-        self._overrides.drop(name)
         if found is None or found.lacking:  # the last look at the repositories found none, or could not read it
             found = await self._read(name, repository.find, self._paths(), name)
-            if name not in self._wanted:
-                return UNLOADED
+        reason = f"model '{name}' cannot be polled: {found.error}"
+        if given := self._overrides.of(found):
+            try:
+                found = await self._read(name, repository.overridden, found.path, given)
+            except ServingError as error:
+                found, reason = FoundModel(name, found.path, error=error.message), error.message
+        else:
+            self._overrides.drop(name)
+        if name not in self._wanted:
+            return UNLOADED
         if found.error:
             self._refuse(name, found.error)
-            return f"model '{name}' cannot be polled: {found.error}"
+            return reason
         return await self._bring(found)
 
     @staticmethod

@@ -73,6 +73,11 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
     return models, worker, published
 
 
+def failing(*_: Any) -> None:
+    """Stands for a function that opens a file while this process may open no more."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 def batch(worker: ObedientWorker) -> int:
     """Returns the ``max_batch_size`` of the worker's last load."""
     return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
@@ -105,6 +110,37 @@ async def test_an_override_goes_with_its_model(tmp_path: Path) -> None:
     models.unload("m")
     await models.load(LoadModel("m"))
     assert batch(worker) == 0
+
+
+@pytest.mark.parametrize("unloaded", [False, True])
+async def test_an_override_outlives_a_lack_of_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unloaded: bool
+) -> None:
+    """The options are read again while no file of the model can be opened: its files have not changed. It may be unloaded then."""
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("*",))
+    with monkeypatch.context() as lacking:
+        lacking.setattr(repository, "_read", failing)
+        (outcome,) = models.begin(await models.scan(options), options)
+    if unloaded:
+        models.unload("m")
+    assert await outcome == (lifecycle.UNLOADED if unloaded else "")
+    assert models.lifecycle.is_ready("m") != unloaded
+    await models.load(LoadModel("m"))
+    assert batch(worker) == (0 if unloaded else 4)
+
+
+async def test_an_overridden_model_that_is_unloaded_while_it_is_read_stays_unloaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("*",))
+    (outcome,) = models.begin(await models.scan(options), options)
+    models.unload("m")
+    assert await outcome == lifecycle.UNLOADED
+    assert (models.lifecycle.is_ready("m"), len(worker.loads)) == (False, 1)
 
 
 async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_force(tmp_path: Path) -> None:
@@ -243,9 +279,6 @@ async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_un
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     """The daemon starts, and can open no file of a model for a while: fronts, also later ones, refuse requests for now."""
-
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def take(states: ModelStates, record: ModelState | ModelGone | Readiness) -> None:
         if isinstance(record, ModelState):
