@@ -40,7 +40,7 @@ class _Waiter:
 
 
 class _Waiting(deque[_Waiter]):
-    """The requests of one client that wait for memory, in order. ``owed``: bytes to give back before any may have some."""
+    """The requests of one client that wait for memory, in order. ``owed``: bytes that must come free before any may have some."""
 
     owed = 0
 
@@ -91,7 +91,7 @@ class ArenaSpace:
         taken = taken_by(0 if byte_size <= arena.shared_byte_size else 1, byte_size)
         if account is not None and account.owed(taken):
             return None
-        if arriving and self._arriving_byte_size + taken > self._arriving_limit and self._too_much_arrives(taken):
+        if arriving and self._too_much_arrives(taken):
             return None
         lease = arena.loan(byte_size)
         if lease is not None:
@@ -129,11 +129,8 @@ class ArenaSpace:
 
     def arrived(self, lease: Lease) -> None:
         """Records that a lease has received its whole content. Requests that wait for memory may then get memory."""
-        if lease.arriving:
-            lease.arriving = False
-            self._arriving_byte_size -= lease.block_size
-            if self._count:
-                self._serve()
+        if self._ends_arriving(lease) and self._count:
+            self._serve()
 
     def give_back(self, lease: Lease) -> None:
         """Ends a lease, and lends the memory to requests that wait. May be called again for the same lease."""
@@ -145,15 +142,22 @@ class ArenaSpace:
             for line in self._lines:
                 if account.client in line:
                     line[account.client].owed -= lease.block_size
-        if lease.arriving:
-            lease.arriving = False
-            self._arriving_byte_size -= lease.block_size
+        self._ends_arriving(lease)
         self._arena.take_back(lease)
         if self._count:
             self._serve()
         if self._closures != self._arena.closures:
             self._closures = self._arena.closures
             self._closed()
+
+    def _ends_arriving(self, lease: Lease) -> bool:
+        arrived, lease.arriving = lease.arriving, False
+        if arrived:
+            self._arriving_byte_size -= lease.block_size
+            for line in self._lines:
+                for waiting in line.values():
+                    waiting.owed -= lease.block_size
+        return arrived
 
     def expire(self, now: float) -> bool:
         """Refuses requests that have waited too long for room in the arena. Returns whether other requests still wait for room.
@@ -196,11 +200,15 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _owed(self, waiter: _Waiter) -> int:
-        return 0 if waiter.account is None else waiter.account.owed(self._taken_by(waiter.byte_size))
+        taken = self._taken_by(waiter.byte_size)
+        own = 0 if waiter.account is None else waiter.account.owed(taken)
+        return max(own, self._too_much_arrives(taken)) if waiter.arriving else own
 
-    def _too_much_arrives(self, byte_size: int) -> bool:
+    def _too_much_arrives(self, byte_size: int) -> int:
+        """Returns how many arriving bytes must be complete before ``byte_size`` more may arrive, or 0."""
         others = self._arriving_byte_size
-        return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
+        too_much = others + byte_size - self._arriving_limit
+        return min(others, too_much) if too_much > 0 and byte_size > self._arena.small_byte_size else 0
 
     def _serve(self) -> None:
         """Lends memory to waiting requests, first to the client that holds the fewest bytes."""
@@ -238,7 +246,7 @@ class ArenaSpace:
         owed = sys.maxsize
         for waiter in waiting:
             needed = self._owed(waiter)
-            if not (needed or (waiter.arriving and self._too_much_arrives(self._taken_by(waiter.byte_size)))):
+            if not needed:
                 return waiter
             owed = min(owed, needed)
         waiting.owed = owed

@@ -214,6 +214,36 @@ def test_thousands_that_wait_of_one_client_cost_others_nothing(large_arena: Aren
     assert large_arena.statistics()["leases"] == 0
 
 
+def test_thousands_that_wait_for_bodies_to_be_whole_cost_others_nothing(large_arena: Arena) -> None:
+    """They are not looked at for what others give back, and all get room once enough has arrived."""
+    room = ArenaSpace(large_arena, 5.0, 16 * MIB)
+    accounts = Accounts(Arenas(byte_size=MIB, max_byte_size=64 * MIB), 1024, MIB)
+    slow = [room.loan(8 * MIB, accounts.open(f"tcp 10.0.1.{number}"), arriving=True) for number in range(2)]
+    granted: list[Lease | ServingError] = []
+    account = accounts.open("tcp 10.0.0.1")
+    for number in range(300):
+        room.wait((3 + number % 2) * MIB, granted.append, 1.0, account, arriving=True)
+    others = [room.loan(MIB // 4, accounts.open("tcp 10.0.0.2")) for _ in range(20)]
+    others += [room.loan(1024, accounts.open("tcp 10.0.0.2"), arriving=True) for _ in range(20)]
+    with mock.patch.object(Account, "owed", autospec=True, side_effect=Account.owed) as asked:
+        for lease in others:
+            assert lease is not None
+            room.give_back(lease)
+    assert asked.call_count < 400
+    assert not granted
+    for lease in slow:
+        assert lease is not None
+        room.arrived(lease)
+    for each in granted:
+        assert isinstance(each, Lease)
+        room.give_back(each)
+    assert len(granted) == 300
+    for lease in slow:
+        assert lease is not None
+        room.give_back(lease)
+    assert large_arena.statistics()["leases"] == 0
+
+
 def test_no_request_of_one_client_waits_before_anothers() -> None:
     """1. One client holds much and waits for more. 2. Another one comes later. 3. What comes free is the other's."""
     arena = Arena(4 * MIB, 4 * MIB, 0)
