@@ -176,10 +176,14 @@ class UnaryInfer(InferCall):
     ) -> None:
         if is_one_of_several(prepared, record):
             # It came while its model was being loaded, and nobody knew it.
+            error = from_code(record.code, record.message) if record.code else Unsupported(DECOUPLED)
+            if asked.trace is not None:
+                asked.trace.failed(grpc_status(error), error.message)
             if sent is not None:
                 sent()
             self.infer.submitter.cancel(asked)
-            self._refuse(from_code(record.code, record.message) if record.code else Unsupported(DECOUPLED), asked.trace)
+            # A last answer has ended the trace.
+            self._refuse(error, None if prepared.final else asked.trace)
             return
         if record.code:
             self._end(grpc_number(record.code), record.message, sent)

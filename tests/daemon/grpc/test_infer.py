@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.front.status import INTERNAL, OK
+from tensord.daemon.front.status import INTERNAL, OK, UNIMPLEMENTED
 from tensord.daemon.grpc import frames
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.trace_counters import SampleCounter
@@ -80,6 +80,22 @@ def test_a_trace_ends_with_the_last_of_many_answers(
     got = client.answer(stream)
     assert (got.status, len(got.messages)) == (OK, 3 if last else 2)
     until(lambda: traces(file) == {"a": BEGIN + END})
+
+
+@pytest.mark.parametrize("content", [b"", b"a"])
+def test_a_call_that_turns_out_to_ask_a_decoupled_model_leaves_one_trace(
+    served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path, content: bytes
+) -> None:
+    """Whether the model has no response, or the first of several."""
+    _, worker, client = served
+    call = client.call(request(id="a"))
+    answer(worker, worker.next().request_id, content, final=not content)
+    assert client.answer(call).status == UNIMPLEMENTED
+    stream = client.call(request(id="b"))
+    worker.echo(worker.next())
+    assert client.answer(stream).status == OK
+    ended = BEGIN + (END if not content else END[1:])
+    until(lambda: traces(file) == {"a": ended, "b": BEGIN + END})
 
 
 def test_an_answer_that_cannot_be_written(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient]) -> None:
