@@ -483,6 +483,9 @@ class Lifecycle:
         lacking = {worker for worker in workers if not has_members(self.models, version, worker)}
         version.postponed |= lacking & (self._homes(version) - version.loading.keys())
         out: list[Instruction] = [Publish(version.state_record())]
+        if version.state is IndexState.READY and not (version.ready or awaits(self.models, version)):
+            version.given_up, version.due = "a model that it is made of has left its last worker", True
+            out = self._failed(version, version.given_up)
         for user in self._all:
             if lacking := {each for each in user.ready.keys() & workers if not has_members(self.models, user, each)}:
                 out += self._leave(user, lacking)

@@ -454,6 +454,36 @@ def test_an_ensemble_whose_model_leaves_the_only_worker_that_loads_it_fails() ->
     check_invariants(lifecycle)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_ensemble_whose_model_leaves_its_last_worker_is_not_waited_for(joins: bool) -> None:
+    """
+    1. An ensemble is on one worker alone, as one with sequences is. 2. A reload of its model fails there, and not elsewhere.
+    Result: requests are told so. It comes back with the model: to this worker, or to one in its place.
+    """
+    lifecycle = serving(1, 2)
+    lifecycle.load(dataclasses.replace(found("e", 1, devices=("cpu:2",)), members=(("m", 1),)), 2)
+    lifecycle.loaded(2, Loaded("e", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    lifecycle.loaded(1, Loaded("m", 1))
+    out = lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
+    told = [i.state for i in out if isinstance(i, Publish) and isinstance(i.state, ModelState) and i.state.name == "e"]
+    assert [(state.state, state.awaited) for state in told] == [("UNAVAILABLE", True)]
+    assert "has left its last worker" in told[0].reason
+    check_invariants(lifecycle)
+    for name in ("e", "m"):
+        lifecycle.unloaded(2, name, 1)
+    if joins:
+        lifecycle.worker_left(2)
+        lifecycle.worker_joined(3, "cpu:2")
+    else:
+        lifecycle.load(found("m", 1, fingerprint="h"), 4)
+        lifecycle.loaded(1, Loaded("m", 1))
+    worker = 3 if joins else 2
+    assert sent(lifecycle.loaded(worker, Loaded("m", 1)))[0] == (worker, "Load", 1)
+    assert (1, "READY", (worker,)) in states(lifecycle.loaded(worker, Loaded("e", 1)))
+    check_invariants(lifecycle)
+
+
 def test_an_ensemble_that_lacks_a_model_on_one_worker_is_reloaded_on_the_others() -> None:
     """One of these fails to: it serves what the ensemble was no longer, as a worker of any model would. It waits for none."""
     lifecycle = serving(1, 2, 3)
