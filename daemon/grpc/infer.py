@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 from typing import cast
@@ -322,7 +323,7 @@ class CallRequest(InFlight):
         elif lane is not None and record.lease is not None:
             sent = partial(submitter.release, lane, record.lease)
         if trace is not None and prepared.final:
-            sent = Sent(trace, sent)
+            sent = ending(trace, sent)
         parts: list[Buffer] = []
         if not record.code and lane is not None and (prepared.final or self.call.streams):
             try:
@@ -351,20 +352,14 @@ class CallRequest(InFlight):
         return layout.pieces(self.client_id.encode(), record.contents, lane.view)
 
 
-class Sent:
-    """A callback that is called once an answer was written to the client. Frees the memory of the answer, and ends a trace.
+def ending(trace: Trace, release: OnSent = None) -> Callable[[], None]:
+    """Returns a function to be called once an answer was written to the client. It calls ``release``, and ends ``trace``."""
+    trace.stamp(trace_stamps.GRPC_SEND_START)
 
-    ``release``: frees the memory. If it is None, no memory is freed. ``trace``: the trace of the request.
-    """
+    def sent() -> None:
+        if release is not None:
+            release()
+        trace.stamp(trace_stamps.GRPC_SEND_END)
+        trace.end()
 
-    __slots__ = ("_release", "_trace")
-
-    def __init__(self, trace: Trace, release: OnSent) -> None:
-        self._trace, self._release = trace, release
-        trace.stamp(trace_stamps.GRPC_SEND_START)
-
-    def __call__(self) -> None:
-        if self._release is not None:
-            self._release()
-        self._trace.stamp(trace_stamps.GRPC_SEND_END)
-        self._trace.end()
+    return sent

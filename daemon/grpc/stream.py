@@ -172,7 +172,7 @@ class Stream:
         except CallRefused as refused:
             self.refuse(refused.code, refused.message)
         except Exception:
-            self._defect()
+            self.meet_defect()
 
     def _take(self, piece: memoryview) -> None:
         """Cuts received bytes into messages, and passes complete ones to the call."""
@@ -223,7 +223,7 @@ class Stream:
             try:
                 self._arrived(arriving)
             except Exception:
-                self._defect()
+                self.meet_defect()
 
     @property
     def waits_for_room(self) -> bool:
@@ -265,7 +265,7 @@ class Stream:
         try:
             self.call.half_closed()
         except Exception:
-            self._defect()
+            self.meet_defect()
 
     def grant(self) -> None:
         """Sends a WINDOW_UPDATE that restores the full window of the stream, if the client has used part of the window.
@@ -617,7 +617,8 @@ class Stream:
         """Ends the call with UNAVAILABLE, because the server is stopping."""
         self.refuse(UNAVAILABLE, "the server is stopping")
 
-    def _defect(self) -> None:
+    def meet_defect(self) -> None:
+        """Logs the current exception, and ends the call with INTERNAL."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, DEFECT)
 

@@ -19,7 +19,7 @@ from tensord.daemon.front.status import INTERNAL, NAMES, OK, grpc_number
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import InferCall, OnSent, kept
-from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
+from tensord.daemon.grpc.infer import CallRequest, Infer, Message, ending
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.shm.errors import DEFECT, ServingError
@@ -98,8 +98,7 @@ class StreamInfer(InferCall):
     def abandoned(self) -> None:
         waiting, self._waiting = self._waiting, deque()
         in_flight, self._in_flight = self._in_flight, {}
-        placed = [message for message in waiting if isinstance(message, ArrivingMessage)]
-        call_each([message.drop for message in placed], "leaving a message")
+        call_each([each.drop for each in waiting if isinstance(each, ArrivingMessage)], "leaving a message")
         asked = [each for each in in_flight if isinstance(each, CallRequest)]
         call_each([partial(self.infer.submitter.cancel, each) for each in asked], "leaving a request")
         call_each([sent for *_, sent in self._order.drop() if sent is not None], "leaving an answer")
@@ -107,9 +106,7 @@ class StreamInfer(InferCall):
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
-        if self._placing:
-            return False
-        if len(self._in_flight) >= self.infer.max_stream_requests:
+        if self._placing or len(self._in_flight) >= self.infer.max_stream_requests:
             return False
         return self.stream.unsent_size + self._kept_size < _MAX_UNSENT
 
@@ -155,7 +152,7 @@ class StreamInfer(InferCall):
             asked = None
         if trace is not None:
             trace.failed(NAMES[code], message)
-            sent = Sent(trace, None)
+            sent = ending(trace)
         if not len(self._order):
             self._refused(code, message, client_id, sent=sent, asked=asked)
             return
@@ -221,8 +218,7 @@ class StreamInfer(InferCall):
                     continue
             except Exception:
                 # The client pairs answers with requests by their order: it cannot go on without this one.
-                _log.exception("an answer that waited for its turn could not be sent")
-                self.stream.refuse(INTERNAL, DEFECT)
+                self.stream.meet_defect()
             if sent is not None:
                 sent()
 

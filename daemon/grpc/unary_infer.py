@@ -9,7 +9,6 @@ one that begins the sequence anew.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -18,16 +17,15 @@ from google.protobuf.message import DecodeError
 from tensord.daemon.front.status import CANCELLED, INTERNAL, grpc_number, grpc_status
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused
 from tensord.daemon.grpc.call import InferCall, OnSent
-from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
+from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, ending
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields
 from tensord.protocol import grpc_service_pb2
-from tensord.shm.errors import DEFECT, ServingError, Unsupported, from_code
+from tensord.shm.errors import ServingError, Unsupported, from_code
 from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId, is_one_of_several
 from tensord.shm.tracer import Trace
 
-_log = logging.getLogger(__name__)
 #: Model and correlation id.
 Sequence = tuple[str, SequenceId]
 #: A message says before that of which sequence it is; clients write tensors last.
@@ -118,8 +116,7 @@ class UnaryInfer(InferCall):
         try:
             self._begin()
         except Exception:
-            _log.exception("a step that had waited met a defect of the server")
-            self.stream.refuse(INTERNAL, DEFECT)
+            self.stream.meet_defect()
 
     def miss(self, sequence: Sequence) -> None:
         """Answers the request with an error, because an earlier request of the same ``sequence`` did not run."""
@@ -198,7 +195,7 @@ class UnaryInfer(InferCall):
         sent = None
         if trace is not None:
             trace.failed(grpc_status(error), error.message)
-            sent = Sent(trace, None)
+            sent = ending(trace)
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: OnSent) -> None:

@@ -351,8 +351,7 @@ def _description() -> tuple[bytes, str]:
 
 
 def _traced(request: Request) -> str:
-    name: str = request.path_params.get("model", "")
-    return name
+    return str(request.path_params.get("model", ""))
 
 
 def _guarded(handler: Handler, rule: Rule) -> Handler:

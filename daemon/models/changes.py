@@ -71,8 +71,8 @@ class Models:
         self._wanted: set[str] = set()
         #: Names of models that could not even be tried when they were asked for last, with the reason.
         self._refused: dict[str, str] = {}
-        #: Names of new models that could not be read for want of file descriptors and are read again, with the error.
-        self._unread: dict[str, str] = {}
+        #: The new ones among them that could not be read for want of file descriptors, and are read again.
+        self._unread: set[str] = set()
         self._repositories = Repositories()
         #: Scans the folders that options name, as ``Repositories.scan`` does.
         self.scan = self._repositories.scan
@@ -267,7 +267,7 @@ class Models:
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed | self._coming.names
-        for name in {*self._refused, *self._unread} - self._wanted - found.keys():
+        for name in self._refused.keys() - self._wanted - found.keys():
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
@@ -278,8 +278,9 @@ class Models:
     async def _bring_found(self, name: str, found: FoundModel | None) -> str:
         if found is not None and found.lacking and name not in self.lifecycle.models:
             # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
-            self._unread[name] = f"the model {found.error}"
-            self._supervisor.model_changed(self._unread_state(name))
+            self._unread.add(name)
+            self._refused[name] = f"the model {found.error}"
+            self._supervisor.model_changed(self._refused_state(name))
         if found is None or found.lacking:  # the last look at the repositories found none, or could not read it
             found = await self._read(name, repository.find, self._paths(), name)
         reason = f"model '{name}' cannot be polled: {found.error}"
@@ -405,28 +406,22 @@ class Models:
 
     def _still_served(self, name: str) -> str:
         """Returns the end of a log line that says which versions of the model are still served, or "" if none is."""
-        model = self.lifecycle.models.get(name)
-        served = (
-            [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
-        )
+        served = [str(version.load.version) for version in named(self.lifecycle.models, name, -1) if version.ready]
         return f"; version {' and '.join(served)} is still served" if served else ""
 
     def _note_refused(self, name: str, reason: str) -> None:
-        self._unread.pop(name, None)
+        self._unread.discard(name)
         self._refused[name] = reason
         self._supervisor.model_changed(self._refused_state(name))
         self._check_readiness()
 
     def _refused_state(self, name: str) -> ModelState:
-        awaited = bool(self.ensembles.awaits(self.ensembles.members(name)))
+        awaited = name in self._unread or bool(self.ensembles.awaits(self.ensembles.members(name)))
         return ModelState(name, 0, "UNAVAILABLE", self._refused[name], awaited=awaited)
 
-    def _unread_state(self, name: str) -> ModelState:
-        return ModelState(name, 0, "UNAVAILABLE", self._unread[name], awaited=True)
-
     def _dismiss(self, name: str) -> None:
-        told = self._refused.pop(name, ""), self._unread.pop(name, "")
-        if any(told):
+        self._unread.discard(name)
+        if self._refused.pop(name, None) is not None:
             self._supervisor.model_changed(ModelGone(name, 0))
 
     # ------------------------------------------------------------------------------------------------------- readiness
@@ -435,6 +430,7 @@ class Models:
         """Returns the readiness of each model that should be served, and of each unreadable repository, sorted by name."""
         unreadable = self._repositories.unreadable
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
+        refused = {name: why for name, why in refused.items() if name not in self._unread}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
@@ -529,13 +525,8 @@ class Models:
 
     def states(self) -> list[ModelState | Readiness]:
         """Returns the records that tell a new front process the state of every model and the daemon's readiness."""
-        states = [
-            *self.lifecycle.states(),
-            *self._coming.states(),
-            *map(self._refused_state, self._refused),
-            *map(self._unread_state, self._unread),
-        ]
-        return [*states, self.readiness]
+        refused = map(self._refused_state, self._refused)
+        return [*self.lifecycle.states(), *self._coming.states(), *refused, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:

@@ -109,10 +109,7 @@ class VersionEntry:
             return ModelState(*told, awaited=self.awaited)
         traits = {name: getattr(described, name) for name in VersionTraits.__struct_fields__}
         traits["config"] = with_gpus_of(described.config, (each.config for each in self.ready.values()))
-        workers = tuple(sorted(self.ready))
-        return ModelState(
-            self.load.name, self.load.version, self.state.value, self.reason, workers, self.served_devices, **traits
-        )
+        return ModelState(*told, tuple(sorted(self.ready)), self.served_devices, **traits)
 
 
 @dataclass(slots=True)

@@ -179,8 +179,7 @@ class ArenaSpace:
         if account is not None and account.owed(size):
             return f"{account.describe_requests(size)}, and nothing was given back"
         if waiter.arriving and self._too_much_arrives(size):
-            arriving = self._arriving_byte_size
-            limit = self._arriving_limit
+            arriving, limit = self._arriving_byte_size, self._arriving_limit
             return f"bodies that are not whole take {arriving} bytes, {size} more make over {limit}, and none ended"
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
@@ -195,9 +194,7 @@ class ArenaSpace:
 
     def _line(self, byte_size: int) -> _Line:
         arena = self._arena
-        if byte_size <= arena.small_byte_size:
-            return self._lines[0]
-        return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
+        return self._lines[(byte_size > arena.small_byte_size) + (byte_size > arena.shared_byte_size)]
 
     def _owed(self, waiter: _Waiter) -> int:
         taken = self._taken_by(waiter.byte_size)

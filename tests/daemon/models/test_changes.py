@@ -116,7 +116,7 @@ async def test_an_override_goes_with_its_model(tmp_path: Path) -> None:
 async def test_an_override_outlives_a_lack_of_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unloaded: bool
 ) -> None:
-    """The options are read again while no file of the model can be opened: its files have not changed. It may be unloaded then."""
+    """The options are read again while no file of the model can be opened. It may be unloaded then."""
     write_model(tmp_path, "m")
     models, worker, _ = serving(tmp_path)
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
@@ -304,6 +304,8 @@ async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_un
                 take(states, record)
             with pytest.raises(Unavailable, match="cannot be served now: the model cannot be read: "):
                 states.find("m")
+        assert [each.get("state") for each in await models.index(ready=False)] == ["UNAVAILABLE"]
+        assert [standing.reason for standing in models.standings()] == ["loading"]
         while "is loaded later" not in caplog.text:  # it was tried once more
             await asyncio.sleep(0.01)
     if end == "refused":
