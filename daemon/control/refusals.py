@@ -5,7 +5,6 @@ The log gets the counts once a minute or less often.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +25,6 @@ OF_FRONTS = (
 
 OnRefusal = Callable[[Refusal], None]
 T = TypeVar("T")
-_NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
@@ -34,17 +32,13 @@ def uncounted(refusal: Refusal) -> None:
 
 
 class Refusals:
-    """Counts the requests that one front refuses. Logs the counts once a minute or less often."""
+    """Counts the requests that one front refuses. Logs the counts once a minute or less often, when ``look`` is called."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
-        self._loop = loop
+    def __init__(self, count: OnRefusal = uncounted) -> None:
         self._count = count
         self._log = RefusalLog("refused with 503")
         #: The log's lines about requests that were refused as their clients' mistakes.
         self._mistakes = RefusalLog("refused as mistakes of clients")
-        self._timer: asyncio.TimerHandle | None = None
-        #: The time for which the timer is set, in CLOCK_MONOTONIC ns.
-        self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
         """Counts a request that was refused for the reason ``refusal``.
@@ -53,7 +47,6 @@ class Refusals:
         """
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
-        self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
         """Counts a request to ``model`` that failed by a client's mistake. The count goes to the log, but into no metric.
@@ -61,7 +54,6 @@ class Refusals:
         ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
         """
         self._mistakes.note(model, code, time.monotonic_ns(), message)
-        self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
         """Returns a function that passes its argument to ``on_room``, and counts an error as a refused request to ``model``.
@@ -76,31 +68,13 @@ class Refusals:
 
         return given_room
 
+    def look(self) -> None:
+        """Logs the counts of refused requests that are due. Call it about every second."""
+        for log in (self._log, self._mistakes):
+            log.settle(time.monotonic_ns())
+
     def close(self) -> None:
-        """Logs the counts of refused requests that were not logged yet, and cancels the timer for the next log line."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Logs the counts of refused requests that were not logged yet."""
         for log in (self._log, self._mistakes):
             if (due_ns := log.due_ns) is not None:
                 log.settle(due_ns)
-
-    def _settle_later(self) -> None:
-        if self._timer is not None and self._timer_ns <= self._due_ns:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._due_ns < _NEVER_NS:
-            self._timer_ns = self._due_ns
-            self._timer = self._loop.call_later(max(0, self._due_ns - time.monotonic_ns()) / 1e9, self._settle)
-
-    @property
-    def _due_ns(self) -> int:
-        return min(_NEVER_NS if log.due_ns is None else log.due_ns for log in (self._log, self._mistakes))
-
-    def _settle(self) -> None:
-        self._timer = None
-        now_ns = time.monotonic_ns()
-        self._log.settle(now_ns)
-        self._mistakes.settle(now_ns)
-        self._settle_later()

@@ -176,7 +176,8 @@ class Front(ABC):
             # What has come by now is read first: a client is not late because this process did not run.
             await asyncio.sleep(_READ_SECONDS)
             checks = (partial(each.check, now) for each in [*self.open_connections, self.lingering])
-            call_each([self._certificates.look, *checks], "a check of a connection or of the certificates")
+            looks = self._certificates.look, self.submitter.refusals.look
+            call_each([*looks, *checks], "a check that is made each second")
 
     async def drain(self, grace_ns: int) -> None:
         """Stops accepting connections, and ends each open connection once its client has all answers.

@@ -108,7 +108,7 @@ class Submitter:
         #: Set, and replaced, with every change of a model.
         self._model_changed = asyncio.Event()
         loop = self._loop = asyncio.get_running_loop()
-        self.refusals = Refusals(loop, counted)
+        self.refusals = Refusals(counted)
         spin_ns = options.expert.spin_us * 1000
         #: Keeps this front awake while answers are about to come; None: the operator does not want that.
         self._busy_poll = BusyPoll(loop, Spin(spin_ns), self._in_flight) if spin_ns else None

@@ -9,7 +9,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import hpack
 import pytest
@@ -48,7 +47,7 @@ class Wire:
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
         words = memoryview(bytearray(4096)).cast("Q")
         counters = FrontCounters(words, words[:1], words[1:2], 0)
-        answered = Answered(counters, Refusals(Mock()), "grpc")
+        answered = Answered(counters, Refusals(), "grpc")
         self.serving = GrpcServing(options, {}, counters, Accounts(Arenas(), 0, 0), answered)
         self.account = None
         self.connection = self
