@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from tensord.config.control_groups import MemoryGroup, memory_groups
+from tensord.config.control_groups import memory_groups
 from tensord.config.options import Expert
 from tensord.daemon.processes.child import CAUSES, Child
 from tensord.shm import child_process
@@ -41,36 +41,6 @@ def retried(what: str, call: Callable[..., object], *words: object, told: bool =
         asyncio.get_running_loop().call_later(AGAIN_SECONDS, again)
 
 
-class MemoryKills:
-    """Detects that the kernel killed a process of a control group for want of memory.
-
-    If ``group`` is None, it detects nothing.
-    """
-
-    def __init__(self, group: MemoryGroup | None) -> None:
-        self._group = group
-        self._last = self._count()
-
-    @classmethod
-    def own(cls) -> MemoryKills:
-        """Returns a detector of kills for want of memory in the control group of this process and its child processes.
-
-        It reads the innermost control group around this process that counts kills. If there is none, it detects nothing.
-        """
-        return cls(next((group for group in memory_groups() if group.kills is not None), None))
-
-    def grew(self) -> bool:
-        """Returns whether the kernel killed a process of this object's control group for want of memory since the last call."""
-        before, self._last = self._last, self._count()
-        return self._last > before
-
-    def _count(self) -> int:
-        return 0 if self._group is None else self._group.kills or 0
-
-    def __repr__(self) -> str:
-        return f"<MemoryKills {self._last} in {self._group}>"
-
-
 class ProcessSlots:
     """Replaces dead child processes, each after a delay, and counts deaths and replacements by name."""
 
@@ -85,19 +55,20 @@ class ProcessSlots:
         self._options = options
         self._needs = needs
         self._gives_up = gives_up
-        self._chance = random.Random()
-        self._histories: dict[str, Backoff] = {}
+        #: Name of a slot -> processes that have died there in a row, of which none was healthy.
+        self._series: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         #: Name of a slot and ``Child.cause`` -> processes that died there so and were to be replaced.
         self._deaths: Counter[tuple[str, str]] = Counter()
-        self._memory = MemoryKills.own()
+        #: The innermost control group around the daemon that counts kills for want of memory; None: none does.
+        self._group = next((group for group in memory_groups() if group.kills is not None), None)
+        self._memory_kills = self._count_memory_kills()
         #: The names of slots in which a process died that had been ready.
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
         """Returns how many processes of this name have died in a row. A process that came up and lived for 60 s resets it."""
-        history = self._histories.get(name)
-        return 0 if history is None else history.deaths
+        return self._series[name]
 
     def restarts(self, name: str) -> int:
         """Returns how often a dead process of this name has been replaced."""
@@ -113,15 +84,19 @@ class ProcessSlots:
 
     def look(self, dead: Child) -> None:
         """Sets ``dead.out_of_memory``, and counts the death in the metrics if a new process should replace ``dead``."""
-        dead.out_of_memory = self._memory.grew() and dead.killed_by_others
+        before, self._memory_kills = self._memory_kills, self._count_memory_kills()
+        dead.out_of_memory = self._memory_kills > before and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
+
+    def _count_memory_kills(self) -> int:
+        return 0 if self._group is None else self._group.kills or 0
 
     def forget(self, name: str) -> None:
         """Removes the counts of deaths and restarts of processes called ``name``, because no process gets this name again."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
-        self._histories.pop(name, None)
+        self._series.pop(name, None)
         self._restarts.pop(name, None)
         self._filled.discard(name)
 
@@ -135,19 +110,18 @@ class ProcessSlots:
         """
         if not self._needs(dead):
             return
-        options = self._options
-        history = self._histories.setdefault(
-            dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
-        )
-        delay = history.died(time.monotonic_ns() - dead.started_ns, dead.ready)
+        if dead.ready and time.monotonic_ns() - dead.started_ns >= HEALTHY_NS:
+            self._series[dead.name] = 0
+        delay = replacement_delay(self._options, self._series[dead.name], dead.ready)
+        self._series[dead.name] += 1
         if dead.ready:
             self._filled.add(dead.name)
         elif dead.name not in self._filled:
             if dead.returncode == child_process.NO_DEVICE and self._gives_up(dead):
                 _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
                 return
-            if history.deaths >= _MAX_START_DEATHS and self._gives_up(dead):
-                _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
+            if self._series[dead.name] >= _MAX_START_DEATHS and self._gives_up(dead):
+                _log.critical("stopping: %s died %d times before it was ready", dead.name, self._series[dead.name])
                 return
         _log.error(
             "%s (process %d) %s%s; its replacement starts in %.1f s",
@@ -166,33 +140,12 @@ class ProcessSlots:
             self._restarts[dead.name] += 1
 
 
-class Backoff:
-    """Decides how long to wait before a dead process is replaced. Sans-I/O."""
+def replacement_delay(options: Expert, deaths: int, served: bool) -> float:
+    """Returns how many seconds to wait before a dead process is replaced. The delay doubles with each death, to a maximum.
 
-    def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Sets the delays: from ``first`` to ``maximum`` seconds, each twice as long as the one before.
-
-        ``chance``: shortens each delay by up to a tenth.
-        """
-        self._first = first
-        self._maximum = maximum
-        self._chance = chance
-        #: Deaths in the present series.
-        self.deaths = 0
-
-    def died(self, lived_ns: int, served: bool) -> float:
-        """Returns how many seconds to wait before a dead process is replaced. The delay doubles at each call, to a maximum.
-
-        ``lived_ns``: how many nanoseconds the process ran. ``served``: whether the process was ever ready. If so, the delay is
-        at most 1 s, and the shortest again if the process ran 60 s or more.
-        """
-        if served and lived_ns >= HEALTHY_NS:
-            self.deaths = 0
-        maximum = min(self._maximum, SERVED_MAXIMUM) if served else self._maximum
-        # 2**20 is beyond any maximum; without the bound a long series would overflow.
-        delay: float = min(maximum, self._first * 2 ** min(self.deaths, 20))
-        self.deaths += 1
-        return delay * self._chance.uniform(0.9, 1.0)
-
-    def __repr__(self) -> str:
-        return f"<Backoff deaths={self.deaths}>"
+    ``deaths``: how many processes have died there in a row before. ``served``: whether the dead process was ever ready. If so,
+    the delay is at most 1 s. Chance shortens each delay by up to a tenth.
+    """
+    maximum = min(options.max_restart_delay, SERVED_MAXIMUM) if served else options.max_restart_delay
+    # 2**20 is beyond any maximum; without the bound a long series would overflow.
+    return min(maximum, options.restart_delay * 2 ** min(deaths, 20)) * random.uniform(0.9, 1.0)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from tensord.config import control_groups, layers
-from tensord.config.control_groups import MemoryGroup, memory_groups
+from tensord.config.control_groups import memory_groups
 from tensord.config.layers import ConfigurationError, Setting
-from tensord.daemon.processes.process_slots import MemoryKills
+from tensord.config.options import Expert
+from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.shm.errors import Internal
 from tensord.workers.devices import device_memory
 
@@ -32,14 +34,14 @@ class Tree:
         self.folder = folder / "cgroup"
         self._own = folder / "own"
         self._own.write_text({1: V1, 2: V2}[version])
-        self._version = version
+        self.version = version
 
     def group(self, path: str) -> Path:
-        return self.folder / ("memory" if self._version == 1 else "") / path
+        return self.folder / ("memory" if self.version == 1 else "") / path
 
     def write(self, path: str, limit: str, used: int = 0, cache: int = 0, shared: int = 0, kills: int = 0) -> None:
         """Writes a group's files; sizes are MiB."""
-        names, group = NAMES[self._version], self.group(path)
+        names, group = NAMES[self.version], self.group(path)
         group.mkdir(parents=True, exist_ok=True)
         (group / names[0]).write_text(f"{limit}\n")
         (group / names[1]).write_text(f"{used * MIB}\n")
@@ -61,6 +63,18 @@ def cpu() -> list[object]:
     return [SimpleNamespace(platform="cpu")]
 
 
+class Kills:
+    """Asks the slots of the daemon's processes whether a process that was killed lacked memory."""
+
+    def __init__(self) -> None:
+        self._slots = ProcessSlots(Expert(), lambda _: False, lambda _: False)
+
+    def grew(self) -> bool:
+        dead: Any = SimpleNamespace(killed_by_others=True)
+        self._slots.look(dead)
+        return bool(dead.out_of_memory)
+
+
 def test_the_own_group_and_all_around_it_are_read(tree: Tree, cpu: list[object]) -> None:
     """A service's ``MemoryMax=`` is not in the root group of the host, and a slice may allow less than its service."""
     wanted = [tree.group(path) for path in ("system.slice/tensord.service", "system.slice", "")]
@@ -79,7 +93,7 @@ def test_a_container_sees_its_group_as_the_root(tree: Tree, cpu: list[object]) -
     assert control_groups.host_byte_size() == 64 * MIB
     with pytest.raises(Internal, match="are left"):
         device_memory.check("m", "its parameters need", 5 * MIB, cpu)  # type: ignore[arg-type]
-    kills = MemoryKills.own()
+    kills = Kills()
     tree.write("", str(64 * MIB), kills=4)
     assert kills.grew()
 
@@ -95,7 +109,7 @@ def test_no_limit(tree: Tree) -> None:
 def test_the_innermost_group_that_counts_kills_tells_them_once(tree: Tree) -> None:
     for path in ("", "system.slice", "system.slice/tensord.service"):
         tree.write(path, "max", kills=4)
-    kills = MemoryKills.own()
+    kills = Kills()
     assert not kills.grew()
     for path in ("", "system.slice"):
         tree.write(path, "max", kills=9)
@@ -107,18 +121,19 @@ def test_the_innermost_group_that_counts_kills_tells_them_once(tree: Tree) -> No
 
 def test_a_host_without(tree: Tree) -> None:
     assert {group.limit for group in memory_groups()} == {group.left for group in memory_groups()} == {None}
-    assert not MemoryKills.own().grew()
+    assert not Kills().grew()
     control_groups._OWN.unlink()
     assert [group.folder for group in memory_groups()] == [tree.folder, tree.folder / "memory"]
 
 
 @pytest.mark.parametrize("content", [None, "", "oom_kill\n", "oom_kill many\n", "oom 3\n"])
-def test_a_counter_that_says_nothing(tmp_path: Path, content: str | None) -> None:
-    kills = MemoryKills(MemoryGroup(tmp_path))
+def test_a_counter_that_says_nothing(tree: Tree, content: str | None) -> None:
+    tree.write("", "max", kills=4)
+    kills, file = Kills(), tree.group("") / NAMES[tree.version][2]
+    file.unlink()
     if content is not None:
-        (tmp_path / "memory.events").write_text(content)
+        file.write_text(content)
     assert not kills.grew()
-    assert not MemoryKills(None).grew()
 
 
 GIB = 1 << 30

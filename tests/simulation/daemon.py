@@ -320,7 +320,7 @@ class Daemon:
                 (worker_pool, "spawn_worker", self.spawn_worker),
                 (child_process, "enable_stack_report", lambda *fds: descriptors.close(fds)),
                 (log_settings, "configure", lambda *_, **__: None),
-                (process_slots, "random", types.SimpleNamespace(Random=lambda: seeded)),
+                (process_slots, "random", seeded),
                 (instance_module, "threading", threads),
                 (instance_module, "run", run),
                 (host_model, "precision", lambda _: contextlib.nullcontext()),

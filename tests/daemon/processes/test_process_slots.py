@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tensord.config.options import Expert
 from tensord.daemon.processes.child import Child
-from tensord.daemon.processes.process_slots import HEALTHY_NS, SERVED_MAXIMUM, Backoff, ProcessSlots
+from tensord.daemon.processes.process_slots import HEALTHY_NS, SERVED_MAXIMUM, ProcessSlots, replacement_delay
 from tensord.shm import child_process
 
 
@@ -121,27 +121,32 @@ async def test_a_post_that_is_never_filled(caplog: pytest.LogCaptureFixture) -> 
     assert "stopping: http-0 died 5 times before it was ready" in caplog.text
 
 
-def test_series() -> None:
-    backoff = Backoff(0.1, 1.0, random.Random(1))
-    delays = [backoff.died(0, False) for _ in range(6)]
-    for delay, full in zip(delays, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0], strict=True):
-        assert 0.9 * full <= delay <= full
-    # One that hung at its start lived long, and was not healthy.
-    assert backoff.died(HEALTHY_NS, False) >= 0.9
-    assert backoff.deaths == 7
-    assert backoff.died(HEALTHY_NS, True) <= 0.1
-    assert backoff.deaths == 1
+async def test_series() -> None:
+    made, lived = slots(), time.monotonic_ns() - HEALTHY_NS
+    for count in range(1, 8):
+        # One that hung at its start lived long, and was not healthy.
+        made.died(dead(started_ns=lived), lambda: None)
+        assert made.deaths("http-0") == count
+    made.died(dead(started_ns=lived, ready=True), lambda: None)
+    assert made.deaths("http-0") == 1
+    made.died(dead(started_ns=time.monotonic_ns(), ready=True), lambda: None)
+    assert made.deaths("http-0") == 2
 
 
-@given(st.lists(st.integers(0, 2 * HEALTHY_NS), max_size=100), st.floats(0, 10), st.floats(10, 100))
-def test_bounds(lives: list[int], first: float, maximum: float) -> None:
-    backoff = Backoff(first, maximum, random.Random(0))
-    for lived in lives:
-        assert 0 <= backoff.died(lived, False) <= maximum
+def test_delays() -> None:
+    options = Expert(restart_delay=0.1, max_restart_delay=1.0)
+    for deaths, full in enumerate([0.1, 0.2, 0.4, 0.8, 1.0, 1.0]):
+        assert 0.9 * full <= replacement_delay(options, deaths, False) <= full
+
+
+@given(st.integers(0, 1 << 20), st.floats(0, 10), st.floats(10, 100))
+def test_bounds(deaths: int, first: float, maximum: float) -> None:
+    options = Expert(restart_delay=first, max_restart_delay=maximum)
+    assert 0 <= replacement_delay(options, deaths, False) <= maximum
 
 
 def test_who_had_come_up_is_replaced_soon_however_often_it_dies() -> None:
-    backoff = Backoff(0.1, 10.0, random.Random(0))
-    for _ in range(30):
-        assert backoff.died(10**9, True) <= SERVED_MAXIMUM
-    assert backoff.died(10**9, False) > 5
+    options = Expert(restart_delay=0.1, max_restart_delay=10.0)
+    for deaths in range(30):
+        assert replacement_delay(options, deaths, True) <= SERVED_MAXIMUM
+    assert replacement_delay(options, 30, False) > 5
