@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tensord.config.options import Options
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
@@ -26,36 +25,6 @@ _INTERVAL = 0.5
 _LATE_NS = 100_000_000
 #: The number of pauses that are remembered; earlier ones count for nothing.
 _MAX_PAUSES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSnapshot:
-    """The state of a child process at one moment. Times are CLOCK_MONOTONIC in ns."""
-
-    ready: bool
-    started_ns: int
-    #: The worker's state; None for a front, and for a worker that has not reported.
-    state: WorkerState | None = None
-    state_since_ns: int = 0
-    last_beat_ns: int = 0
-    #: True if it owes an answer to a Load, and since when it has given none.
-    loading: bool = False
-    load_progress_ns: int = 0
-    #: The time since which a front owes an acknowledgement; 0: it owes none.
-    owes_since_ns: int = 0
-
-
-def snapshot(child: Child) -> ChildSnapshot:
-    """Returns the present state of a child process."""
-    if isinstance(child, FrontProcess):
-        return ChildSnapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
-    if not isinstance(child, WorkerProcess) or child.page is None:
-        return ChildSnapshot(child.ready, child.started_ns)
-    state, since_ns = child.page.state
-    beat_ns = child.page.last_beat_ns
-    return ChildSnapshot(
-        child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns
-    )
 
 
 class Pauses:
@@ -78,7 +47,7 @@ class Pauses:
         return f"<Pauses {len(self._late)}>"
 
 
-def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
+def overdue(child: Child, options: Options, now_ns: int, pauses: Pauses) -> str:
     """Returns a phrase that says which time limit a child process exceeds, or "" if it exceeds none.
 
     ``now_ns``: the time of CLOCK_MONOTONIC. ``pauses``: the periods that count towards no time limit.
@@ -91,16 +60,19 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
         limit = options.expert.start_timeout
         return f"did not report within {limit:g} s" if past(child.started_ns, limit) else ""
     limits = options.workers
-    if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout):
-        return f"has not turned its loop for {limits.idle_timeout:g} s"
-    if child.loading and past(child.load_progress_ns, limits.load_timeout):
+    hangs = f"has not turned its loop for {limits.idle_timeout:g} s"
+    if isinstance(child, FrontProcess):
+        return hangs if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout) else ""
+    if not isinstance(child, WorkerProcess) or child.page is None:
+        return ""
+    if child.owed and past(child.load_progress_ns, limits.load_timeout):
         return f"loads one model for more than {limits.load_timeout:g} s"
-    match child.state:
-        case WorkerState.EXECUTING if past(child.state_since_ns, limits.execute_timeout):
+    match child.page.state:
+        case WorkerState.EXECUTING, since_ns if past(since_ns, limits.execute_timeout):
             return f"executes one batch for more than {limits.execute_timeout:g} s"
         # Starting, stopping and idling end with an iteration of the loop.
-        case WorkerState.IDLE | WorkerState.STARTING if past(child.last_beat_ns, limits.idle_timeout):
-            return f"has not turned its loop for {limits.idle_timeout:g} s"
+        case WorkerState.IDLE | WorkerState.STARTING, _ if past(child.page.last_beat_ns, limits.idle_timeout):
+            return hangs
     return ""
 
 
@@ -126,7 +98,7 @@ class Watchdog:
             well = True
             self._fronts.ask_idle(now_ns, int(self._options().workers.idle_timeout * 1e9 / 3))
             for child in [*self._workers, *self._fronts]:
-                if reason := overdue(snapshot(child), self._options(), now_ns, self._pauses):
+                if reason := overdue(child, self._options(), now_ns, self._pauses):
                     well = False
                     child.kill(reason)
             interval = self._notifier.watchdog_interval

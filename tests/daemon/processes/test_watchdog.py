@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from tensord.config.options import Expert, Options, Workers
-from tensord.daemon.processes.watchdog import ChildSnapshot, Pauses, overdue
-from tensord.shm.status_page import WorkerState
+from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
+from tensord.daemon.processes.watchdog import Pauses, overdue
+from tensord.shm.status_page import StatusPage, WorkerState
 
 OPTIONS = Options(expert=Expert(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5))
 S = 10**9
-#: A worker at second 100 whose loop has just turned.
-IDLE = ChildSnapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
+
+
+def front(**fields: Any) -> Child:
+    """Makes a front that has come up at second 0, but for ``fields``."""
+    made: Any = FrontProcess("http", 0, Mock(), 1, Mock(), Mock())
+    made.ready = True
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return cast(Child, made)
+
+
+def worker(state: WorkerState = WorkerState.IDLE, since: int = 99, beat: int = 100, load: int | None = None) -> Child:
+    """Makes a worker whose state and last beat are of these seconds. ``load``: when its load has last gone on."""
+    made = WorkerProcess("worker-0", 1, "cpu:0", Mock(), Mock())
+    made.ready = True
+    made.page = cast(StatusPage, SimpleNamespace(state=(state, since * S), last_beat_ns=beat * S))
+    if load is not None:
+        made.owed, made.load_progress_ns = [("m", 1)], load * S
+    return made
 
 
 @pytest.mark.parametrize(
-    ("moment", "words"),
+    ("child", "words"),
     [
-        (ChildSnapshot(False, 91 * S), ""),
-        (ChildSnapshot(False, 89 * S), "did not report within 10 s"),
-        (ChildSnapshot(True, 0), ""),
-        (ChildSnapshot(True, 0, owes_since_ns=96 * S), ""),
-        (ChildSnapshot(True, 0, owes_since_ns=94 * S), "has not turned its loop for 5 s"),
-        (IDLE, ""),
-        (replace(IDLE, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
-        (replace(IDLE, state=WorkerState.STARTING, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
-        (replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=81 * S, last_beat_ns=81 * S), ""),
-        (replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=79 * S), "executes one batch for more than 20 s"),
-        (replace(IDLE, state=WorkerState.STOPPING, last_beat_ns=0, state_since_ns=0), ""),
-        (replace(IDLE, loading=True, load_progress_ns=71 * S), ""),
-        (replace(IDLE, loading=True, load_progress_ns=69 * S), "loads one model for more than 30 s"),
-        (replace(IDLE, loading=False, load_progress_ns=0), ""),
+        (front(ready=False, started_ns=91 * S), ""),
+        (front(ready=False, started_ns=89 * S), "did not report within 10 s"),
+        (front(), ""),
+        (front(owes_since_ns=96 * S), ""),
+        (front(owes_since_ns=94 * S), "has not turned its loop for 5 s"),
+        (worker(), ""),
+        (worker(beat=94), "has not turned its loop for 5 s"),
+        (worker(WorkerState.STARTING, beat=94), "has not turned its loop for 5 s"),
+        (worker(WorkerState.EXECUTING, 81, beat=81), ""),
+        (worker(WorkerState.EXECUTING, 79), "executes one batch for more than 20 s"),
+        (worker(WorkerState.STOPPING, 0, beat=0), ""),
+        (worker(load=71), ""),
+        (worker(load=69), "loads one model for more than 30 s"),
     ],
 )
-def test_overdue(moment: ChildSnapshot, words: str) -> None:
-    assert overdue(moment, OPTIONS, 100 * S, Pauses()) == words
+def test_overdue(child: Child, words: str) -> None:
+    assert overdue(child, OPTIONS, 100 * S, Pauses()) == words
 
 
 def test_zero_is_never() -> None:
     never = Options(workers=Workers(execute_timeout=0, load_timeout=0, idle_timeout=0))
-    for state in WorkerState:
-        assert overdue(ChildSnapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S, Pauses()) == ""
+    for child in (front(owes_since_ns=1), *(worker(state, 0, beat=0, load=0) for state in WorkerState)):
+        assert overdue(child, never, 10**6 * S, Pauses()) == ""
 
 
 def test_a_pause_of_the_supervisor_counts_for_nobody() -> None:
@@ -51,10 +70,10 @@ def test_a_pause_of_the_supervisor_counts_for_nobody() -> None:
     pauses.looked(60 * S, 60 * S + 1_000_000)
     assert pauses.within(0, 100 * S) == 0
     pauses.looked(61 * S, 97 * S)
-    beat = replace(IDLE, last_beat_ns=60 * S)
+    beat = worker(beat=60)
     assert overdue(beat, OPTIONS, 97 * S, pauses) == ""
     assert overdue(beat, OPTIONS, 100 * S, pauses) == ""
     assert overdue(beat, OPTIONS, 102 * S, pauses) == "has not turned its loop for 5 s"
-    executing = replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=45 * S)
+    executing = worker(WorkerState.EXECUTING, 45)
     assert overdue(executing, OPTIONS, 100 * S, pauses) == ""
     assert overdue(executing, OPTIONS, 102 * S, pauses) == "executes one batch for more than 20 s"
