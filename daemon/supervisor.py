@@ -30,7 +30,6 @@ from tensord.config.options import Log, Options
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.control import runtime_directory
-from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.metrics.agent import Agent
 from tensord.daemon.metrics.collection import Collection
 from tensord.daemon.metrics.endpoint import Endpoint
@@ -124,7 +123,7 @@ class Supervisor:
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
-        self.configuration = Configuration(configured, reread)
+        self.configuration = Configuration(configured, reread, self._log_changed)
         self._shutdown = Shutdown()
         self.drain = Drain(self)
         self._tasks = Tasks(self._shutdown.fail)
@@ -168,7 +167,6 @@ class Supervisor:
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self.lanes = ClientLanes(options, self)
         audit = Audit()
-        self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self.models.lifecycle.is_ready, self._traces_changed)
         #: Sends spans to a collector; None: none are sent.
         self._spans: SpanExporter | None = None
@@ -177,7 +175,7 @@ class Supervisor:
             self.models,
             self.parameters,
             self._regions,
-            self._log_settings,
+            self.configuration,
             self._trace_settings,
             self.workers,
             self.fronts,
@@ -430,7 +428,6 @@ class Supervisor:
 
     def _log_changed(self, options: Log) -> None:
         """Applies changed log settings to this process and all child processes."""
-        self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
         def tell(child: Child) -> None:
@@ -515,7 +512,6 @@ class Supervisor:
             self._notifier.ready(f"reload refused: {error}")
             raise InvalidArgument(f"reload refused, the former configuration stays in force: {error}") from None
         changed = self.configuration.take(new)
-        self._log_settings.replace(new.options.log)
         outcomes = self.models.begin(found, self.options.repository)
         settled = asyncio.gather(self.fronts.settled(), self.workers.settled())
         while not settled.done():  # a worker finishes its batch first

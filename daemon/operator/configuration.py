@@ -13,7 +13,9 @@ import msgspec
 from tensord.config import layers
 from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Log
+from tensord.daemon.control import log_settings
 from tensord.daemon.operator import start_checks
+from tensord.shm.operations import ChangeLog
 
 _log = logging.getLogger(__name__)
 #: The source of a value that nobody has set, and of one that was changed while the daemon runs.
@@ -23,15 +25,21 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options that apply now. ``reread``: reads the whole configuration again, or raises ConfigurationError."""
+    """Holds the options that apply now.
 
-    def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
+    ``reread``: reads the whole configuration again, or raises ConfigurationError. ``publish_log``: called when log options have
+    changed, to send them to all processes of the daemon.
+    """
+
+    def __init__(
+        self, configured: Configured, reread: Callable[[], Configured], publish_log: Callable[[Log], None]
+    ) -> None:
         self.options = configured.options
         #: The configuration as it was last accepted: at the start, or by a reload.
         self._accepted = configured
         #: Where the values in force came from.
         self._sources = dict(configured.sources)
-        self._reread = reread
+        self._reread, self._publish_log = reread, publish_log
         #: True if the last reload, or the start, was successful; and when the last successful one was, in seconds since 1970.
         self.reloaded = True
         self.reloaded_at = time.time()
@@ -46,7 +54,7 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``, and no other key.
+        """Applies the section ``log`` of ``new``, and ``paths``, ``load`` and ``required`` of its section ``repository``.
 
         Logs the changed keys that need a restart. Returns how many keys of the whole configuration have changed.
         """
@@ -66,15 +74,22 @@ class Configuration:
                 if key in new.sources:
                     self._sources[key] = new.sources[key]
         self.reloaded, self.reloaded_at = True, time.time()
+        self._take_log(new.options.log)
         return len(changed)
 
     def refused(self) -> None:
         """Notes that the last reload of the configuration was refused."""
         self.reloaded = False
 
-    def take_log(self, new: Log) -> None:
-        """Replaces the log options that apply now. The caller must send ``new`` to all processes of the daemon."""
-        self.options = msgspec.structs.replace(self.options, log=new)
+    def change_log(self, wanted: ChangeLog) -> bytes:
+        """Applies the log settings that a client wants changed. Returns all log settings as JSON."""
+        self._take_log(msgspec.structs.replace(self.options.log, **wanted.changes()))
+        return msgspec.json.encode(log_settings.described(self.options.log))
+
+    def _take_log(self, new: Log) -> None:
+        if new != self.options.log:
+            self.options = msgspec.structs.replace(self.options, log=new)
+            self._publish_log(new)
 
     async def described(self) -> dict[str, Any]:
         """Describes every key of the configuration: its present value (without secrets), and where the value came from.

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import listings
 from tensord.daemon.operator.audit import Audit
+from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
@@ -66,7 +66,7 @@ class Operations:
     _models: Models
     _parameters: Parameters
     _regions: RegionRegistry
-    _logs: LogSettings
+    _configuration: Configuration
     _traces: TraceSettings
     _workers: WorkerPool
     _fronts: Fronts
@@ -157,7 +157,7 @@ class Operations:
             case RegionStatus():
                 return self._regions.status(operation)
             case ChangeLog():
-                return self._logs.change(operation)
+                return self._configuration.change_log(operation)
             case ChangeTrace():
                 return self._traces.change(operation)
             case RegionRecords(name):
