@@ -67,10 +67,6 @@ _MAX_FDS = 8
 _SHORTAGES = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 #: Seconds until clients are accepted again after there were no descriptors for one.
 _PAUSE = 1.0
-#: Seconds between two lines in the log about what is refused to one user.
-_QUIET = 10.0
-#: Users that are remembered for that.
-_MAX_QUIET = 1024
 
 
 _QUESTIONS = ", ".join(f"'{name}'" for name in ClientQuestion.__struct_fields__)
@@ -103,8 +99,6 @@ class ClientSocket:
         self._listener: socket.socket | None = None
         self._clients: dict[asyncio.Task[None], None] = {}
         self._seldom = Seldom()
-        #: Owner -> when the log last said what was refused to it (seconds of the loop's clock).
-        self._said: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------------------- the socket
 
@@ -303,12 +297,8 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that the client ``peer`` does not get ``what``, such as "a lane". Logs at most one line per user in 10 s."""
-        now = asyncio.get_running_loop().time()
-        if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
-            if len(self._said) >= _MAX_QUIET:
-                self._said.clear()
-            self._said[peer.owner] = now
+        """Logs that the client ``peer`` does not get ``what``, such as "a lane". Logs at most one line per user in a minute."""
+        if self._seldom.is_due(peer.owner):
             _log.warning("%s is refused to %s (process %d): %s", what, peer.owner, peer.pid, error.message)
 
 

@@ -411,21 +411,18 @@ class RegionRegistry:
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
     try:
-        answer, fds = await worker.call(request)
-        descriptors.close(fds)
+        return int(await worker.result_of(request) or 0)
     except ServingError as error:
         if worker.alive:
             _log.warning("region '%s' could not be unregistered on %s: %s", request.name, worker.name, error.message)
         return 0
-    return int(answer or 0)
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     try:
-        answer, fds = await worker.call(RegionRecords(name))
+        answer = await worker.result_of(RegionRecords(name))
     except ServingError:
         return {}
-    descriptors.close(fds)
     return msgspec.json.decode(answer, type=dict[str, tuple[int, int]])
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.config.options import RegionsOptions
+from tensord.daemon.processes.child import Child
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_record import RegionState, RegisteredRegion
@@ -43,6 +44,8 @@ BOB = Peer("unix", "", os.getpid(), 1002, 1002)
 
 class FakeHolder:
     """A worker that keeps regions as (device, inode) of the descriptor it was given or opened itself."""
+
+    result_of = Child.result_of
 
     def __init__(self, incarnation: int, memory: int) -> None:
         self.name = f"worker-{incarnation}"
@@ -863,6 +866,8 @@ def test_counts() -> None:
 
 class Holder:
     """A worker that reports these uses of regions; None: its process is gone."""
+
+    result_of = Child.result_of
 
     def __init__(self, incarnation: int, uses: dict[str, tuple[int, int]] | None) -> None:
         self.name, self.incarnation, self._uses = f"worker-{incarnation}", incarnation, uses
