@@ -68,27 +68,43 @@ class ExchangePhase(enum.Enum):
 _RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEIVED, ExchangePhase.SUBMITTED
 
 
-class Exchange(InFlight):
-    """One inference request over HTTP, from its body to its answer."""
+class ModelRequest(InFlight):
+    """Base class of requests over HTTP to a model. ``keep_alive``: whether the connection stays open after the answer."""
 
     _serving: HttpServing
     _head: InferHead
     _order: AnswerOrder
     keep_alive: bool
+    #: The request's id: the client's, or one that was made here; "": it has none.
+    _client_id: str = ""
+    #: The client has disconnected.
+    _gone: bool = False
+    #: The trace of the request; None: it is not sampled.
+    _trace: Trace | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self._head.model, self._client_id
+
+    def _sample(self) -> None:
+        """Begins a trace if the request is sampled."""
+        trace = self._serving.tracer.sample(self._head.model, self._head.trace_parent)
+        if trace is not None:
+            self._trace, self.context = trace, trace.context
+            trace.stamp(trace_stamps.HTTP_RECV_START)
+
+
+class Exchange(ModelRequest):
+    """One inference request over HTTP, from its body to its answer."""
+
     #: The kind of this request, with the fields that all requests of the kind share; None until the JSON is parsed.
     _asked: PreparedKind | None = None
     phase: ExchangePhase = ExchangePhase.RECEIVING
-    #: The request's id: the client's, or one that was made here; "": it has none.
-    _client_id: str = ""
     #: The model version that has answered; 0 if the answer was written from the cache.
     _version: int = 0
-    #: The client has disconnected.
-    _gone: bool = False
     _job: Job | None = None
     #: The response lease whose bytes the transport still holds.
     _unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
-    #: The trace of the request; None: it is not sampled.
-    _trace: Trace | None = None
     #: Receives the body, from ``begin`` until the request is sent (each refers to the other, and requests shall leave the garbage
     #: collector nothing to do). None: the body is small, and kept here.
     _reception: Reception | None = None
@@ -99,10 +115,6 @@ class Exchange(InFlight):
     my_turn: bool = False
     #: Leases of tensors that do not lie in the body's lease, until the request is sent.
     _leases: tuple[Lease, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self._head.model, self._client_id
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -139,12 +151,6 @@ class Exchange(InFlight):
             if table.expect(head.model, head.version).streams:
                 raise Unsupported(DECOUPLED)
             head.edition = table.edition
-
-    def _sample(self) -> None:
-        trace = self._serving.tracer.sample(self._head.model, self._head.trace_parent)
-        if trace is not None:
-            self._trace, self.context = trace, trace.context
-            trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
         """Receives ``chunk``, a piece of the body. Raises BodyTooLarge if the body exceeds ``http.max_body_byte_size``."""

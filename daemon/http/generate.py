@@ -18,7 +18,7 @@ import logging
 import struct
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,23 +26,17 @@ from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec, request_codec, response_codec
 from tensord.daemon.http.body import Body, PlacedBody, located
 from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.exchange import ModelRequest
 from tensord.daemon.http.json_text import ResponseLayout, View
-from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import PreparedKind
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
-from tensord.daemon.http.serving import HttpServing
-from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import UnsentRequest, begin
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, is_mark
-from tensord.shm.tracer import Trace
-
-if TYPE_CHECKING:
-    from tensord.daemon.http.answer_order import AnswerOrder
 
 _log = logging.getLogger(__name__)
 _NOT_ONE = (
@@ -58,17 +52,12 @@ _MAX_SAID = 1000
 _encode = msgspec.json.Encoder().encode
 
 
-class Generation(InFlight):
+class Generation(ModelRequest):
     """One request to generate, generate_stream or infer_stream, until its answer is complete."""
 
-    _serving: HttpServing
-    _head: InferHead
-    _order: AnswerOrder
-    keep_alive: bool = True
     #: Bytes of the body that have come, counted here from when ``_reception`` ends.
     _received: int = 0
     _my_turn: bool = False
-    _gone: bool = False
     _answered: bool = False
     #: The request was submitted or refused.
     _decided: bool = False
@@ -84,11 +73,8 @@ class Generation(InFlight):
     _state: ModelState | None = None
     #: Waits until the model is loaded.
     _loading: asyncio.Task[None] | None = None
-    _client_id: str = ""
     #: The decoded request, once it was read.
     _decoded: DecodedRequest | None = None
-    #: The trace of the request; None: it is not sampled.
-    _trace: Trace | None = None
     #: The error to refuse the request with; None: nothing is wrong so far.
     _error: ServingError | None = None
     #: Responses that came while the client did not take what was written, each with its lane and what shows its tensors. Both are
@@ -99,7 +85,6 @@ class Generation(InFlight):
 
     def __post_init__(self) -> None:
         serving, head, order = self._serving, self._head, self._order
-        self.keep_alive, self.account = head.keep_alive, order.account
         self._error = head.error
         limit = serving.options.http.max_body_byte_size
         if not head.coding and (head.content_length or 0) <= limit:
@@ -108,10 +93,6 @@ class Generation(InFlight):
                 self._reception.begin()
             except ServingError as error:
                 self._reception.refuse(error)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self._head.model, self._client_id
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -188,10 +169,7 @@ class Generation(InFlight):
     def _admit(self) -> ModelState:
         """Begins a trace if the request is sampled, and returns the state of its model."""
         head, table = self._head, self._serving.table
-        trace = self._trace = self._serving.tracer.sample(head.model, head.trace_parent)
-        if trace is not None:
-            self.context = trace.context
-            trace.stamp(trace_stamps.HTTP_RECV_START)
+        self._sample()
         state = table.find(head.model, head.version)
         if head.coding:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")

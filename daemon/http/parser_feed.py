@@ -238,7 +238,7 @@ class Messages:
     def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
         order = self._order
         self._complete(head)
-        generation = endpoint(self._serving, head, order)
+        generation = endpoint(self._serving, head, order, head.keep_alive, account=order.account)
         order.append(generation, self._expects_continue)
         if len(order.requests) == 1:
             generation.take_turn()
