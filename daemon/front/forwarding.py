@@ -6,6 +6,7 @@ parameter of the server. Source: Triton's --http-header-forward-pattern and --gr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from tensord.config import header_pattern
@@ -26,17 +27,9 @@ class Forwarding:
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = header_pattern.compiled(pattern)
-        self._known: dict[bytes, bool] = {}
-
-    def wants(self, name: bytes) -> bool:
-        """Returns whether models get the header with this name. Upper and lower case are the same."""
-        known = self._known.get(name)
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            known = self._known[name] = self._pattern.search(name) is not None
-        return known
+        search = header_pattern.compiled(pattern).search
+        #: Returns whether models get the header with this name. Upper and lower case are the same.
+        self.wants = functools.lru_cache(_REMEMBERED)(lambda name: search(name) is not None)
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
         """Returns the request headers that the operator chose to forward to models, as parameters: header name -> value.

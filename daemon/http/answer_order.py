@@ -387,6 +387,6 @@ class Flow:
             self._paused_at = self._paused_at or self._clock()
             self.transport.pause_reading()
         elif not self.transport.is_closing():
-            self._times.resumed(self._paused_at, self._clock())
+            self._times.held_up(self._clock(), self._paused_at)
             self._paused_at = 0.0
             self.transport.resume_reading()

@@ -83,7 +83,7 @@ class Http1Connection(asyncio.Protocol):
         order.lost()
         self._direct = None
         if self._feed is not None:
-            self._feed.messages.close()
+            self._feed.close()
 
     # ---------------------------------------------------------------------------------------------- what arrives
 
@@ -173,7 +173,7 @@ class Http1Connection(asyncio.Protocol):
                 and not self._speaks_tls
             ):
                 # The parser will not see the end of this one.
-                feed.messages.begin_anew()
+                feed.begin_anew()
                 self._read_rest(body)
         elif order.reader is not None and not order.times.head_since:
             self._leave_reader()
@@ -285,7 +285,7 @@ class Http1Connection(asyncio.Protocol):
         if order.receiving is not None:
             return order.received
         if order.times.head_since and self._feed is not None:
-            return self._feed.messages.head_size
+            return self._feed.head_size
         return len(self._held) if self._held else -1
 
     @property

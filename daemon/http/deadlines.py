@@ -53,15 +53,11 @@ class ClientDeadlines:
             self._came, self._silent_since = came, now
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
-    def held_up(self, now: float) -> None:
-        """Restarts the deadlines of the arriving head and body at ``now``, because the server delays the request."""
-        if self.head_since:
-            self.head_since = now
-        if self.body_since:
-            self.body_since = now
+    def held_up(self, now: float, since: float = 0.0) -> None:
+        """Postpones the deadlines of the arriving head and body, because the server delayed it from ``since`` to ``now``.
 
-    def resumed(self, since: float, now: float) -> None:
-        """Postpones the deadlines of the arriving head and body, because the server read nothing from ``since`` to ``now``."""
+        If ``since`` is 0, the deadlines begin anew at ``now``.
+        """
         if self.head_since:
             self.head_since += now - max(since, self.head_since)
         if self.body_since:

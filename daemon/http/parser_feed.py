@@ -61,9 +61,10 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
     return -1
 
 
-class Messages:
-    """Implements the callbacks of a connection's HTTP parser, and adds each request that arrives to the ``AnswerOrder``.
+class ParserFeed:
+    """Feeds the bytes of one client to its HTTP parser, and adds each request that arrives to the ``AnswerOrder``.
 
+    The methods whose names begin with ``on_`` are the parser's callbacks.
     A request is added as an ``Exchange``, a ``Generation`` or an ``AsgiRequest`` when its head has arrived.
     If the head of a request is not acceptable, the client gets an error response.
     """
@@ -73,8 +74,8 @@ class Messages:
         self._transport = transport
         self._order = order
         self.begin_anew()
-        self.url = b""
-        self.headers: list[tuple[bytes, bytes]] = []
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
         #: The client sends the body only after ``100 Continue``.
         self._expects_continue = False
         #: Headers of the message that are forwarded, with their names as they were sent.
@@ -82,51 +83,58 @@ class Messages:
         #: The request began when the server accepted none any more.
         self._late = False
         #: When the bytes came that are parsed, in seconds of the front's clock.
-        self.came_at = 0.0
+        self._came_at = 0.0
         #: The received bytes of a head that is not complete.
         self.head_size = 0
         #: Messages that began, and chunks of bodies, since these were set to 0.
-        self.begun = self.chunk_count = 0
+        self._begun = self._chunk_count = 0
         #: The framing of the body that is arriving, if it comes in chunks.
-        self.chunks: ChunkSizes | None = None
+        self._chunks: ChunkSizes | None = None
         #: Bytes that are still to come of a body whose length the head says.
-        self.body_left = 0
+        self._body_left = 0
         #: The parsed head of the last request, if another head of the same bytes means the same.
-        self.meaning: InferHead | None = None
+        self._meaning: InferHead | None = None
         self._connection_end = ConnectionEnd()
+        #: Bytes to parse in the next iteration of the loop.
+        self._rest = b""
+        #: The last bytes of a head that is not complete.
+        self._head_tail = b""
+        #: True if the last byte that was read is a carriage return outside of a message, or the last byte of one: a line feed
+        #: that comes next passes for its second half. (Behind a body it is none, but only the parser knows where a body ends.)
+        self._half_line = False
 
     def begin_anew(self) -> None:
         """Replaces the parser by a new one, which takes the next bytes for the beginning of a request."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.body_left = 0
+        self._parser = httptools.HttpRequestParser(self)
+        self._body_left = 0
         #: A message has begun and has not ended.
-        self.inside = False
+        self._inside = False
 
     def close(self) -> None:
         """Drops the HTTP parser. Tells the processes that watch the client's connection that the connection has been closed."""
         self._connection_end.close()
-        del self.parser  # which refers to this object
+        del self._parser  # which refers to this object
 
     # ------------------------------------------------------------------------------------------------- head
 
     def on_message_begin(self) -> None:
-        self.begun += 1
-        self.inside = True
+        self._begun += 1
+        self._inside = True
         times = self._order.times
         if not times.head_since:
-            times.head_since = self.came_at
+            times.head_since = self._came_at
             times.idle_since = 0.0
-        self.meaning = None
-        self.body_left = 0
+        self._meaning = None
+        self._body_left = 0
         self._late = self._serving.closed
-        self.url = b""
-        self.headers = []
+        self._url = b""
+        self._headers = []
         if self._forwarded:
             self._forwarded = []
         self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
-        self.url += url
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._order.receiving is not None:
@@ -137,16 +145,16 @@ class Messages:
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
         elif name == b"content-length":
-            self.body_left = int(value)
-        self.headers.append((name, value))
+            self._body_left = int(value)
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        order, parser = self._order, self.parser
-        # Where it is refused already, the parser goes on to the end of what it was fed. An offered upgrade: see ParserFeed.
+        order, parser = self._order, self._parser
+        # Where it is refused already, the parser goes on to the end of what it was fed. An offered upgrade: see ``_feed``.
         if order.closing or (parser.should_upgrade() and parser.get_method() != b"CONNECT"):
             return
         if self._serving.cross_origin is not None:
-            order.origin_lines = self._serving.cross_origin.lines(self.headers)
+            order.origin_lines = self._serving.cross_origin.lines(self._headers)
         version = parser.get_http_version()
         refusal = self._refusal(version)
         if refusal is not None:
@@ -154,40 +162,40 @@ class Messages:
             return
         if version == "1.0":
             self._expects_continue = False  # that version has no interim answers
-        route = message_head.infer_route(self.url) if parser.get_method() == b"POST" else None
+        route = message_head.infer_route(self._url) if parser.get_method() == b"POST" else None
         keep_alive = bool(parser.should_keep_alive())
         if route is None:
             self._begin_asgi_request(version, keep_alive)
         elif route.endpoint == "infer":
             compresses = self._serving.compression > 0
-            self._begin_exchange(message_head.infer_head(route, version, keep_alive, self.headers, compresses))
+            self._begin_exchange(message_head.infer_head(route, version, keep_alive, self._headers, compresses))
         else:
             read = message_head.infer_head if route.endpoint == "infer_stream" else message_head.generate_head
-            self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
+            self._begin_generation(read(route, version, keep_alive, self._headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
         http = self._serving.options.http
-        self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
+        self.head_size = sum([len(name) + len(value) + 4 for name, value in self._headers], len(self._url))
         if self.head_size > http.max_head_byte_size:
-            return self.too_long()
-        if len(self.headers) > http.max_head_fields:
-            fields, limit = len(self.headers), http.max_head_fields
+            return self._too_long()
+        if len(self._headers) > http.max_head_fields:
+            fields, limit = len(self._headers), http.max_head_fields
             return 431, f"the request has {fields} header fields, at most {limit} are allowed"
         self.head_size = 0
         times = self._order.times
         times.head_since = 0.0
         # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
-        times.body_since = times.body_since or self.came_at
-        if self.parser.get_method() == b"CONNECT":
+        times.body_since = times.body_since or self._came_at
+        if self._parser.get_method() == b"CONNECT":
             return 400, "malformed HTTP request"
         if self._late:
             # Whoever sends the next request before the last answer would go on until the end of the grace period, and be cut.
             return 503, "the server is stopping"
         if len(self._order.requests) >= _MAX_PIPELINED:
             return 400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection"
-        return message_head.refusal(version, self.headers)
+        return message_head.refusal(version, self._headers)
 
-    def too_long(self) -> tuple[int, str]:
+    def _too_long(self) -> tuple[int, str]:
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 
@@ -199,7 +207,7 @@ class Messages:
             order.refuse(*BodyTooLarge(f"has {head.content_length} bytes", limit).refusal)
             return
         if not self._expects_continue:
-            self.meaning = head
+            self._meaning = head
         exchange = Exchange(serving, head, order, head.keep_alive, account=order.account)
         order.append(exchange, self._expects_continue)
         if head.text_size >= 0 and not self._expects_continue:
@@ -218,7 +226,7 @@ class Messages:
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:
-            head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
+            head.trace_parent = dict(self._headers).get(b"traceparent", b"").decode("latin-1")
         if head.content_length is None:
             self._chunks_begin()
 
@@ -227,7 +235,7 @@ class Messages:
             head.tell_origin(self._order.origin_lines)
         try:
             if self._serving.infer_rule is not None:
-                self._serving.infer_rule.check(self.headers)
+                self._serving.infer_rule.check(self._headers)
             if self._forwarded and self._serving.forwarding is not None:
                 head.forward(self._serving.forwarding.parameters(self._forwarded))
         except Restricted as refusal:
@@ -245,11 +253,11 @@ class Messages:
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
         order = self._order
-        if any(name == b"transfer-encoding" for name, _ in self.headers):
+        if any(name == b"transfer-encoding" for name, _ in self._headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
             self._chunks_begin(self._serving.options.workers.max_parameter_byte_size)
         scope = {
-            **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
+            **message_head.scope(self._parser.get_method(), self._url, version, self._headers),
             # Who asks: read from it only where that matters (tensord.daemon.front.peer).
             "tensord.socket": self._transport.get_extra_info("socket"),
             "tensord.end": self._connection_end,
@@ -263,13 +271,13 @@ class Messages:
 
     def _chunks_begin(self, limit: int = 0) -> None:
         http = self._serving.options.http
-        self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
+        self._chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 
     def on_body(self, body: bytes) -> None:
         receiving = self._order.receiving
-        self.body_left -= len(body)
-        if self.chunks is not None:
-            self.chunk_count += 1
+        self._body_left -= len(body)
+        if self._chunks is not None:
+            self._chunk_count += 1
         if receiving is not None:
             try:
                 receiving.receive(body)
@@ -277,58 +285,43 @@ class Messages:
                 self._order.refuse(*error.refusal)
 
     def on_message_complete(self) -> None:
-        self.inside = False
-        self.body_left = 0
+        self._inside = False
+        self._body_left = 0
         self._order.received_whole()
 
-
-class ParserFeed:
-    """Feeds the bytes of one client to its HTTP parser."""
-
-    def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
-        self._serving = serving
-        self._transport = transport
-        self._order = order
-        self.messages = Messages(serving, transport, order)
-        #: Bytes to parse in the next iteration of the loop.
-        self._rest = b""
-        #: The last bytes of a head that is not complete.
-        self._head_tail = b""
-        #: True if the last byte that was read is a carriage return outside of a message, or the last byte of one: a line feed
-        #: that comes next passes for its second half. (Behind a body it is none, but only the parser knows where a body ends.)
-        self._half_line = False
+    # ------------------------------------------------------------------------------------------------- what came
 
     def receive(self, data: bytes, between: bool) -> None:
         """Parses the next bytes from the client's connection. They may be a part of an HTTP request or several requests.
 
         ``between``: True if ``data`` starts with a new request and the connection has no unanswered request.
         """
-        order, messages = self._order, self.messages
-        messages.came_at = self._serving.clock()
+        order = self._order
+        self._came_at = self._serving.clock()
         if order.receiving is None:
-            messages.head_size += len(data)
+            self.head_size += len(data)
             if not order.times.head_since:
-                order.times.head_since = messages.came_at
+                order.times.head_since = self._came_at
                 order.times.idle_since = 0.0
         self._feed(data, between)
         if order.closing or order.flow.resting:
             return
-        self._half_line = not messages.inside and data.endswith(b"\r")
-        if messages.head_size:
+        self._half_line = not self._inside and data.endswith(b"\r")
+        if self.head_size:
             # It ended with a part of a head.
             if between:
                 self._head_tail = data[-3:]
-            if messages.head_size > self._serving.options.http.max_head_byte_size:
-                order.refuse(*messages.too_long())
-        elif between and messages.begun == 1 and (meaning := messages.meaning) is not None:
+            if self.head_size > self._serving.options.http.max_head_byte_size:
+                order.refuse(*self._too_long())
+        elif between and self._begun == 1 and (meaning := self._meaning) is not None:
             # One head, and at most its body.
             size = data.find(END, 0, MAX_HEAD) + len(END)
             if meaning.content_length is not None and len(data) - size <= meaning.content_length:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        order, messages = self._order, self.messages
-        messages.begun = 0
+        order = self._order
+        self._begun = 0
         if data[:1] == b"\n" and not self._half_line:
             self._refuse_empty_line()
         while not order.closing:
@@ -340,7 +333,7 @@ class ParserFeed:
                     and _bare_line_feed(data, 0, len(data)) < 0
                 ):
                     # Mostly one request.
-                    messages.parser.feed_data(data)
+                    self._parser.feed_data(data)
                 else:
                     self._feed_pieces(data)
                 return
@@ -348,7 +341,7 @@ class ParserFeed:
                 # Offered (Java's client does, with its first request), not taken. The parser takes everything after the head
                 # for another protocol's bytes, so it reads the head again, without the offer.
                 data, between = self._head_without_upgrade() + data[upgrade.args[0] :], True
-                messages.begin_anew()
+                self.begin_anew()
             except ChunkRefused as refusal:
                 order.refuse(*refusal.args)
             except httptools.HttpParserCallbackError:
@@ -362,38 +355,38 @@ class ParserFeed:
 
         Raises HttpParserUpgrade if a request offers an upgrade, with the offset in ``data`` at which the parser has stopped.
         """
-        order, messages = self._order, self.messages
-        at, messages.chunk_count = 0, 0
+        order = self._order
+        at, self._chunk_count = 0, 0
         while at < len(data) and not order.closing:
-            if messages.begun + messages.chunk_count > _EVENTS_A_TURN:
+            if self._begun + self._chunk_count > _EVENTS_A_TURN:
                 self._half_line = data[at - 1 : at] == b"\r"
                 self._wait_a_turn(data[at:])
                 return
             end = min(len(data), at + _PIECE)
-            chunks = messages.chunks
+            chunks = self._chunks
             if chunks is not None:
                 end = chunks.take(data, at, end)
-            elif messages.body_left > 0:
+            elif self._body_left > 0:
                 # No message begins in there, whatever the bytes are.
-                end = min(len(data), at + messages.body_left)
+                end = min(len(data), at + self._body_left)
             else:
                 if order.receiving is None:
                     end = self._end_of_head(data, at, end)
                 found = _bare_line_feed(data, at + 1, end)
                 end = end if found < 0 else found
             try:
-                messages.parser.feed_data(data[at:end])
+                self._parser.feed_data(data[at:end])
             except httptools.HttpParserUpgrade as upgrade:
                 raise httptools.HttpParserUpgrade(at + upgrade.args[0]) from None
             at = end
             if chunks is not None and chunks.ended:
-                messages.chunks = None
+                self._chunks = None
             if data[at : at + 1] == b"\n" and data[at - 1 : at] != b"\r":
                 self._refuse_empty_line()
 
     def _refuse_empty_line(self) -> None:
         # Such a line feed is no empty line, and another server on the way might take it for the beginning of a different request.
-        if not self.messages.inside:
+        if not self._inside:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
@@ -406,9 +399,9 @@ class ParserFeed:
         return at + cut + len(END)
 
     def _head_without_upgrade(self) -> bytes:
-        messages, parser = self.messages, self.messages.parser
-        line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), messages.url, parser.get_http_version().encode())
-        fields = [b"%b: %b\r\n" % (name, value) for name, value in messages.headers if name != b"upgrade"]
+        parser = self._parser
+        line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), self._url, parser.get_http_version().encode())
+        fields = [b"%b: %b\r\n" % (name, value) for name, value in self._headers if name != b"upgrade"]
         return b"".join((line, *fields, b"\r\n"))
 
     # ------------------------------------------------------------------------------------------------------- the rest

@@ -78,12 +78,12 @@ def test_what_the_server_does_not_read_is_not_late(waits: str) -> None:
 @pytest.mark.parametrize("waits", ["head", "body"])
 def test_a_pause_does_not_count(waits: str) -> None:
     times = started(**{waits: 100.0})
-    times.resumed(102.0, 500.0)
+    times.held_up(500.0, 102.0)
     assert getattr(times, f"{waits}_since") == 498.0
     # The server says during a pause that it holds the client up, and the rest of the pause does not count twice.
     times.held_up(600.0)
-    times.resumed(510.0, 605.0)
+    times.held_up(605.0, 510.0)
     assert getattr(times, f"{waits}_since") == 605.0
     times = started()
-    times.resumed(102.0, 500.0)
+    times.held_up(500.0, 102.0)
     assert (times.head_since, times.body_since) == (0.0, 0.0)
