@@ -22,7 +22,7 @@ from tensord.config.options import RegionsOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.metrics.agent import WINDOW_NS, BusyPart
 from tensord.daemon.metrics.ledger import Ledger, OwnMetricsLedger
-from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
+from tensord.daemon.metrics.snapshot import Exemplar, FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.models.changes import Models
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.parameters.pushes import Parameters
@@ -83,11 +83,6 @@ class _WorkerTotals:
     @property
     def compiles(self) -> Compiles:
         return Compiles(*self._sum[1:])
-
-
-#: A bucket (model, version, protocol, kind of duration, number), and its exemplar, the traced request that came last (trace id,
-#: duration in seconds, seconds since 1970).
-_Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 
 @dataclass(slots=True)
@@ -152,11 +147,10 @@ class Collection:
             self._configuration.reloaded,
             self._configuration.reloaded_at,
             self._configuration.options.metrics.buckets,
-            ParameterTotals(
-                self._parameters.sets.by_version(), self._parameters.sets.byte_size, dict(self._parameters.outcomes)
-            ),
-            # Of all fronts the latest of each bucket, which stands last.
-            dict(sorted(itertools.chain(*told), key=lambda exemplar: exemplar[1][2])),
+            self._parameters.sets.by_version(),
+            self._parameters.sets.byte_size,
+            dict(self._parameters.outcomes),
+            sorted(itertools.chain(*told), key=lambda exemplar: exemplar[1][2]),
             {} if self._spans is None else self._spans.outcomes(),
         )
 
@@ -212,7 +206,7 @@ class Collection:
         self._totals.setdefault(worker.name, _WorkerTotals()).update(worker.incarnation, figures)
         return True
 
-    async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
+    async def _exemplars(self, front: FrontProcess) -> list[Exemplar]:
         try:
             answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])

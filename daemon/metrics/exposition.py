@@ -22,11 +22,11 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
 from tensord import __version__
-from tensord.daemon.metrics.ledger import OwnFamily, Total
-from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot, WorkerSlot
+from tensord.daemon.metrics.ledger import Total
+from tensord.daemon.metrics.snapshot import Exemplar, MetricsSnapshot, WorkerSlot
 from tensord.daemon.models.versions import IndexState
 from tensord.shm.durations import PROTOCOLS, QUEUE
-from tensord.shm.figures import FIRST_RESPONSE_MS, Counts, SlowReason
+from tensord.shm.figures import FIRST_RESPONSE_MS, Counts, OwnMetrics, SlowReason
 from tensord.shm.refusals import Refusal
 
 #: Label texts that are kept from scrape to scrape: some twenty for each model version.
@@ -71,7 +71,7 @@ tensord_regions_max max_regions Regions that may be registered
 tensord_region_bytes_max max_region_byte_size Bytes that all regions together may have
 tensord_clients clients Clients that are connected to the clients' socket now
 tensord_client_lanes_refused_total refused_lanes Requests for lanes that were refused
-tensord_parameter_kept_bytes parameters.byte_size Pushed parameters that are kept for workers that are replaced
+tensord_parameter_kept_bytes parameter_byte_size Pushed parameters that are kept for workers that are replaced
 """)
 _MODELS = _table("""
 nv_inference_request_success counts.success Successful inference requests, whatever their batch
@@ -253,9 +253,9 @@ def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
 
 
-def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
+def _of_version(exemplars: Iterable[Exemplar]) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
-    for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
+    for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars:
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'
         found.setdefault((model, version, protocol), {})[kind, bucket] = text
     return found
@@ -276,12 +276,12 @@ def _families(snapshot: MetricsSnapshot) -> Iterator[Family]:
     yield from _of_each("gauge", _REGIONS, ["kind"], [((regions.kind,), regions) for regions in snapshot.regions])
     yield from _of_each("gauge", _WORKERS, _WORKER, workers)
     yield from _workers(snapshot, workers)
-    pushed = [((model, str(version)), of) for (model, version), of in snapshot.parameters.versions.items()]
+    pushed = [((model, str(version)), of) for (model, version), of in snapshot.parameter_sets.items()]
     yield _other("tensord_parameter_sets", [(labels, count) for labels, (count, _) in pushed])
     yield _other("tensord_parameter_version", [(labels, main) for labels, (_, main) in pushed])
     moved = [(labels, total) for labels, total in models if total.set_byte_size or total.misses]
     yield from _of_each("gauge", _MOVED, _MODEL, moved)
-    yield _other("tensord_parameter_changes_total", snapshot.parameters.outcomes.items())
+    yield _other("tensord_parameter_changes_total", snapshot.parameter_changes.items())
     yield from _fronts(snapshot)
     yield from _of_each("gauge", _GPU, ("gpu_uuid",), [((gpu.uuid,), gpu) for gpu in snapshot.gpus])
     energy = [((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None]
@@ -383,11 +383,11 @@ def _memory(processes: Mapping[str, int]) -> Family:
     return _other("tensord_process_resident_memory_bytes", found)
 
 
-def _own(own: OwnFamily) -> Family:
+def _own(own: OwnMetrics) -> Family:
     """Returns the family of a metric that a model's own code defines."""
     family = Family("unknown" if own.kind == "counter" else own.kind, own.name, own.description)
-    for labels, metric in own.metrics.items():
-        names, values = [name for name, _ in labels], [value for _, value in labels]
+    for metric in own.metrics:
+        names, values = [name for name, _ in metric.labels], [value for _, value in metric.labels]
         if own.kind != "histogram":
             family.add(names, values, metric.value)
         else:

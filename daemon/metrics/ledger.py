@@ -9,7 +9,7 @@ If a sum decreased, Prometheus would count all of it once more. What a worker co
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from tensord.shm.durations import Counted, total
@@ -119,17 +119,6 @@ def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnFamily:
-    """A metric that a model's own code defines. Counters and histograms are summed over all workers."""
-
-    name: str
-    description: str
-    #: One of "counter", "gauge", "histogram".
-    kind: str
-    metrics: Mapping[Labels, MetricFigures]
-
-
 class OwnMetricsLedger:
     """Adds up the metrics that models' own code defines, over all workers and for the life of the daemon.
 
@@ -160,12 +149,15 @@ class OwnMetricsLedger:
                     before = self._ended.get(family.name)
                     metrics = _summed([*(before.metrics if before else ()), *family.metrics])
                     self._ended[family.name] = OwnMetrics(
-                        family.name, family.description, family.kind, family.owners, tuple(metrics.values())
+                        family.name, family.description, family.kind, family.owners, metrics
                     )
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
-    def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all metrics that models' own code defines. ``apart``: whether gauges get a label with their worker's name."""
+    def families(self, apart: bool) -> list[OwnMetrics]:
+        """Returns all metrics that models' own code defines, without their owners. Counters and histograms are summed.
+
+        ``apart``: whether gauges get a label with their worker's name.
+        """
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:
@@ -174,7 +166,8 @@ class OwnMetricsLedger:
                 if first.kind == family.kind:
                     metrics += _labelled(family.metrics, worker) if apart and family.kind == "gauge" else family.metrics
         return [
-            OwnFamily(name, first.description, first.kind, _summed(metrics)) for name, (first, metrics) in found.items()
+            OwnMetrics(name, first.description, first.kind, (), _summed(metrics))
+            for name, (first, metrics) in found.items()
         ]
 
 
@@ -185,7 +178,7 @@ def _labelled(metrics: Iterable[MetricFigures], worker: str) -> Iterable[MetricF
         yield MetricFigures(tuple(sorted(labels.items())), metric.value)
 
 
-def _summed(metrics: Iterable[MetricFigures]) -> dict[Labels, MetricFigures]:
+def _summed(metrics: Iterable[MetricFigures]) -> tuple[MetricFigures, ...]:
     summed: dict[Labels, MetricFigures] = {}
     for metric in metrics:
         before = summed.get(metric.labels)
@@ -194,4 +187,4 @@ def _summed(metrics: Iterable[MetricFigures]) -> dict[Labels, MetricFigures]:
         else:
             counts = tuple(map(operator.add, before.counts, metric.counts))
             summed[metric.labels] = MetricFigures(metric.labels, before.value + metric.value, metric.buckets, counts)
-    return summed
+    return tuple(summed.values())

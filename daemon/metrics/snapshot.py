@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tensord.daemon.metrics.ledger import OwnFamily, Total
+from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint, Loading
-from tensord.shm.figures import Compiles
+from tensord.shm.figures import Compiles, OwnMetrics
 from tensord.shm.refusals import Refusal
 
 
@@ -62,19 +62,9 @@ class RegionTotals:
     leases: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterTotals:
-    """Counts the parameter sets that clients have pushed, their bytes, successful changes of sets, and failed pushes."""
-
-    #: Model and version -> its pushed sets, and the number of its set ``main``.
-    versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    byte_size: int = 0
-    #: Model and outcome of a change -> how often, ever.
-    outcomes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-
-#: Model, version, protocol, kind of duration and number of the bucket -> trace id, duration and time, both in seconds.
-Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
+#: A bucket (model, version, protocol, kind of duration, number), and its exemplar, the traced request that came last (trace id,
+#: duration in seconds, seconds since 1970).
+Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +88,7 @@ class MetricsSnapshot:
     gpus: Sequence[GpuState] = ()
     #: UUID of a GPU and kind of its errors -> how often they were reported.
     gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    own: Sequence[OwnFamily] = ()
+    own: Sequence[OwnMetrics] = ()
     #: Clients that are connected to their socket, and lanes that they were refused, ever.
     clients: int = 0
     refused_lanes: int = 0
@@ -111,6 +101,11 @@ class MetricsSnapshot:
     reloaded_at: float = 0.0
     #: Upper bounds of the histograms of durations, in seconds.
     buckets: Sequence[float] = ()
-    parameters: ParameterTotals = ParameterTotals()
-    exemplars: Exemplars = field(default_factory=dict)
+    #: Model and version -> its pushed parameter sets, and the number of its set ``main``; and the bytes of all sets.
+    parameter_sets: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    parameter_byte_size: int = 0
+    #: Model and outcome of a change of its sets -> how often, ever.
+    parameter_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: Of several exemplars of a bucket, the last one counts.
+    exemplars: Sequence[Exemplar] = ()
     spans: Mapping[str, int] = field(default_factory=dict)

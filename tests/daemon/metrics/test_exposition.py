@@ -14,11 +14,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
-from tensord.daemon.metrics.ledger import OwnFamily, Total
-from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
+from tensord.daemon.metrics.ledger import Total
+from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint, Loading
-from tensord.shm.figures import Compiles, Counts, MetricFigures
+from tensord.shm.figures import Compiles, Counts, MetricFigures, OwnMetrics
 from tensord.shm.refusals import Refusal
 
 COUNTS = Counts(
@@ -68,13 +68,15 @@ SNAPSHOT = MetricsSnapshot(
     reloaded=False,
     reloaded_at=1_800_000_000.5,
     buckets=[0.0005, 2.5],
-    parameters=ParameterTotals({("m", 3): (4, 17)}, 8192, {("m", "pushed"): 17, ("m", "overtaken"): 1}),
-    exemplars={
-        ("m", 3, "lane", 0, 1): ("4bf92f3577b34da6a3ce929d0e0e4736", 0.75, 1_800_000_000.25),
+    parameter_sets={("m", 3): (4, 17)},
+    parameter_byte_size=8192,
+    parameter_changes={("m", "pushed"): 17, ("m", "overtaken"): 1},
+    exemplars=[
+        (("m", 3, "lane", 0, 1), ("4bf92f3577b34da6a3ce929d0e0e4736", 0.75, 1_800_000_000.25)),
         # The workers have counted nothing there, or nothing yet.
-        ("m", 3, "lane", 1, 2): ("11111111111111111111111111111111", 3.5, 1_800_000_000.25),
-        ("new", 1, "http", 0, 0): ("22222222222222222222222222222222", 0.0001, 1_800_000_000.25),
-    },
+        (("m", 3, "lane", 1, 2), ("11111111111111111111111111111111", 3.5, 1_800_000_000.25)),
+        (("new", 1, "http", 0, 0), ("22222222222222222222222222222222", 0.0001, 1_800_000_000.25)),
+    ],
     spans={"sent": 50, "failed": 5, "dropped": 2},
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
@@ -255,7 +257,7 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
 def test_bounds_of_models_own_histograms_are_written_as_tritons() -> None:
     """A whole number has no point, so that what selects a bucket by its text selects it here, too."""
     bounds = (0.1, 1.0, 2.5, 1000000.0, 1e16)
-    own = OwnFamily("m_rows", "Rows", "histogram", {(): MetricFigures((), 7.0, bounds, (1,) * 6)})
+    own = OwnMetrics("m_rows", "Rows", "histogram", (), (MetricFigures((), 7.0, bounds, (1,) * 6),))
     shown = exposition.families(dataclasses.replace(SNAPSHOT, own=[own]), False).decode()
     assert re.findall(r'm_rows_bucket{le="(.*)"} ', shown) == ["0.1", "1", "2.5", "1000000", "1e+16", "+Inf"]
 

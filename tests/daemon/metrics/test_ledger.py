@@ -164,9 +164,7 @@ def family(kind: str, value: float, name: str = "m", counts: tuple[int, ...] = (
 
 
 def shown(ledger: OwnMetricsLedger, apart: bool = True) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    return {
-        each.name: {labels: metric.value for labels, metric in each.metrics.items()} for each in ledger.families(apart)
-    }
+    return {each.name: {metric.labels: metric.value for metric in each.metrics} for each in ledger.families(apart)}
 
 
 def test_counters_are_added_up_and_stay_while_their_model_is_served() -> None:
@@ -201,6 +199,6 @@ def test_histograms_are_added_up_bucket_by_bucket_and_another_kind_is_left_out()
     ledger.update(2, "worker-1", [family("histogram", 4, counts=(10, 20)), family("counter", 1, "n")])
     ledger.update(3, "worker-2", [family("gauge", 9), family("gauge", 9, "n")])
     found = {each.name: each for each in ledger.families(apart=True)}
-    (metric,) = found["m"].metrics.values()
+    (metric,) = found["m"].metrics
     assert (metric.value, metric.counts) == (7, (11, 22))
     assert found["n"].kind == "counter"
