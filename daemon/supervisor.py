@@ -414,7 +414,7 @@ class Supervisor:
 
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         try:
-            front.send(await self._operations.reply(call, fds[0] if fds else -1))
+            front.send(await self._operations.reply(call, call.peer, fds[0] if fds else -1))
         finally:
             descriptors.close(fds)
 

@@ -27,6 +27,7 @@ from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.figures import Figures, SlowReason
 from tensord.shm.operations import (
+    ANONYMOUS,
     FAILED,
     ChangeLog,
     ChangeTrace,
@@ -72,16 +73,16 @@ class Operations:
     _fronts: Fronts
     _audit: Audit
 
-    async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
+    async def reply(self, call: ControlCall, peer: Peer | None, end: int = -1) -> Reply:
         """Carries out the operation that ``call`` asks for. Returns a reply with the operation's result, or with an error.
 
+        ``peer``: the client or operator that asks, or None if the code of a model does.
         ``end``: the file descriptor that the asker sent with ``call``, or -1 if there is none. The caller closes the descriptor.
-        ``by_model``: True if the code of a model asks for the operation, False if a client or an operator does.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
-            return Reply(call_id, result=await self.answer(operation, call.peer, end, by_model))
+            return Reply(call_id, result=await self.answer(operation, peer, end))
         except ServingError as error:
             return Reply.refusing(call_id, error)
         except Exception:
@@ -102,28 +103,27 @@ class Operations:
                     self._models.lifecycle.check_given_up(*asked)
                 except Unavailable as error:
                     return Reply.refusing(call.call_id, error)
-            return await self.reply(call, by_model=True)
+            return await self.reply(call, None)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
-    async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
+    async def answer(self, operation: Operation, peer: Peer | None, end: int = -1) -> bytes:
         """Carries out an operation and waits until all fronts know of it. Returns JSON, or b"" if the operation has no result.
 
         Args:
-          peer: the client or operator that asks. It is ignored if ``by_model`` is True.
+          peer: the client or operator that asks, or None if the code of a model does.
           end: a file descriptor that was sent with the operation, or -1. The caller closes it. For a push: the memory with the
           parameters. For a registration of a region: the descriptor becomes readable when the region is to be unregistered.
-          by_model: True if the code of a model asks for the operation, False if a client or an operator does.
         Raises ServingError if the operation was refused or failed.
         """
         try:
             with descriptors.needed("this operation"):
-                result = await self._carry_out(operation, peer, end)
+                result = await self._carry_out(operation, peer or ANONYMOUS, end)
         except ServingError as error:
-            self._audit.note(operation, None if by_model else peer, error)
+            self._audit.note(operation, peer, error)
             # A load that failed has changed something, too.
             await self._settled(operation)
             raise
-        self._audit.note(operation, None if by_model else peer, result=result)
+        self._audit.note(operation, peer, result=result)
         await self._settled(operation)
         return result
 

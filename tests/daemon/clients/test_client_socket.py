@@ -32,6 +32,7 @@ from tensord.shm.control_records import ControlCall, LaneClosed, LaneOpened, Mod
 from tensord.shm.errors import InvalidArgument, Replaced, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
 from tensord.shm.operations import (
+    ANONYMOUS,
     DropParameters,
     ListParameters,
     MemorySource,
@@ -519,7 +520,7 @@ async def pushing(path: Path, **http: Any) -> AsyncIterator[Pushes]:
 async def test_a_push_for_which_no_file_can_be_opened(registry: RegionRegistry) -> None:
     """However it comes, it is refused for now, and is no defect of the server."""
     operations = operations_of(registry, Pushes(), NoFronts(), Audit())
-    reply = await operations.reply(ControlCall(1, PushParameters("m", 0, "main", MemorySource(12), 15)))
+    reply = await operations.reply(ControlCall(1, PushParameters("m", 0, "main", MemorySource(12), 15)), ANONYMOUS)
     assert reply.code == "UNAVAILABLE"
     assert reply.message.startswith("no file can be opened for parameters of model 'm'")
 
