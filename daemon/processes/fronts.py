@@ -82,22 +82,18 @@ class Fronts:
           environment: holds the variables with which the service manager passes sockets, such as LISTEN_FDS.
           beside: the path of a further Unix socket for HTTP, or None. If it cannot be bound, a warning is logged.
         Raises ListenError if another socket cannot be bound or taken over. Raises OSError if no memory or no file descriptor
-        is free for the ``SharedCounters`` of the fronts.
+        is free for the ``SharedCounters`` of the fronts. Then ``close`` must be called.
         """
         options = self._options()
-        try:
-            self._listeners = listening.inherited(environment)
-            listening.bind_each(
-                functools.partial(self._listen, "http", options.http),
-                functools.partial(self._listen, "grpc", options.grpc),
-            )
-            if beside is not None and "http" in self._listeners:
-                self._listen_beside(beside)
-            for protocol in self._listeners:
-                self._counters[protocol] = SharedCounters.create()
-        except (ListenError, OSError):
-            self.close()
-            raise
+        self._listeners = listening.inherited(environment)
+        listening.bind_each(
+            functools.partial(self._listen, "http", options.http),
+            functools.partial(self._listen, "grpc", options.grpc),
+        )
+        if beside is not None and "http" in self._listeners:
+            self._listen_beside(beside)
+        for protocol in self._listeners:
+            self._counters[protocol] = SharedCounters.create()
 
     def _listen(self, protocol: str, section: Http | Grpc) -> None:
         """Binds the sockets of a protocol, unless the service manager passed some."""

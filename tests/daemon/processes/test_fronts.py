@@ -184,6 +184,8 @@ async def test_a_place_that_is_taken() -> None:
     other.options = Options(http=Http(port=port, processes=2), grpc=Grpc(port=0))
     with pytest.raises(ListenError, match="Address already in use"):
         other.fronts.listen({})
+    assert other.fronts.urls("grpc")
+    other.fronts.close()
     assert other.fronts.urls("grpc") == []
     owner.fronts.close()
 
