@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.submit.in_flight import InFlight
+from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
@@ -52,6 +54,7 @@ from tensord.shm.messages import (
 from tensord.shm.operations import Settle
 from tensord.shm.prepared import ReceivedNumbers
 from tensord.shm.record import Record, decoder
+from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 from tests import prepared
@@ -78,6 +81,27 @@ def _wait_readable(fd: int, seconds: float = PATIENCE_SECONDS) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         return bool(selector.select(seconds))
+
+
+class Uncounted(FrontCounters):
+    """The counters of a front that counts nothing, and has read all that it was sent."""
+
+    def __init__(self) -> None:
+        pass
+
+    def refuse(self, refusal: Refusal) -> None:
+        pass
+
+    def note_number(self, numbered: int, evicted: int) -> None:
+        pass
+
+    def is_behind(self) -> bool:
+        return False
+
+
+def submitter(options: Options, table: ModelStates, incarnation: int = INCARNATION) -> Submitter:
+    """Makes a submitter whose front counts nothing."""
+    return Submitter(incarnation, options, table, 0, Uncounted(), lambda worker: None)
 
 
 class WholeRequests:

@@ -23,18 +23,14 @@ OF_FRONTS = (
     Refusal.DRAINING,
 )
 
-OnRefusal = Callable[[Refusal], None]
 T = TypeVar("T")
-
-
-def uncounted(refusal: Refusal) -> None:
-    """Does nothing. The default for a function that counts refusals."""
 
 
 class Refusals:
     """Counts the requests that one front refuses. Logs the counts once a minute or less often, when ``look`` is called."""
 
-    def __init__(self, count: OnRefusal = uncounted) -> None:
+    def __init__(self, count: Callable[[Refusal], None]) -> None:
+        """Starts with no request counted. ``count``: called for every request that is refused."""
         self._count = count
         self._log = RefusalLog("refused with 503")
         #: The log's lines about requests that were refused as their clients' mistakes.

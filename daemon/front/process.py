@@ -227,15 +227,12 @@ class Front(ABC):
                 files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)
                 hand_over = self._hand_over if options.trace.otlp else None
                 self.tracer = Tracer(record.incarnation, files, options.metrics.buckets, hand_over, self.protocol)
-                counters = self.counters
                 self.submitter = Submitter(
                     record.incarnation,
                     options,
                     self.table,
                     self.place.row,
-                    counters.refuse,
-                    counters.note_number,
-                    counters.is_behind,
+                    self.counters,
                     lambda worker: self._connection.send(LaneClosed(worker)),
                 )
                 self._started.set_result(record)

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
-from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
+from tensord.daemon.control.refusals import Refusals
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.submit.accounts import Account, Accounts, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
@@ -42,7 +43,7 @@ from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane, response_byte_size
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, TraceContext
-from tensord.shm.prepared import Numbers, OnNumber
+from tensord.shm.prepared import Numbers
 from tensord.shm.refusals import Refusal
 from tensord.shm.seldom import Seldom
 from tensord.shm.sequence_page import SequencePage
@@ -64,11 +65,9 @@ class Submitter:
         incarnation: int,
         options: Options,
         table: ModelStates,
-        row: int = 0,
-        counted: OnRefusal = uncounted,
-        on_number: OnNumber | None = None,
-        is_behind: Callable[[], bool] = lambda: False,
-        on_untaken: Callable[[int], None] = lambda worker: None,
+        row: int,
+        counters: FrontCounters,
+        on_untaken: Callable[[int], None],
     ) -> None:
         """Creates a submitter that has no lanes yet, and an arena for the tensors of requests.
 
@@ -76,9 +75,7 @@ class Submitter:
           incarnation: the number of the front process, which no other process ever has.
           table: the states of all models.
           row: the number of this front among the fronts of its protocol.
-          counted: called for every request that is refused.
-          on_number: called for every prepared request that gets a number. If it is None, nothing is called.
-          is_behind: returns whether the supervisor has sent something that the front has not read.
+          counters: the front's counters in shared memory, which also say whether the front has read all that it was sent.
           on_untaken: called with a worker's number if the front or the worker could not open the lane between them.
         """
         self._incarnation = incarnation
@@ -90,7 +87,7 @@ class Submitter:
         #: The most bytes of a request's tensors together that travel inside its record.
         self.inline_byte_size = arenas.inline_byte_size
         #: The numbers of prepared requests, which clients repeat.
-        self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.expert.max_prepared)
+        self.numbers: Numbers[PreparedRequest] = Numbers(counters.note_number, options.expert.max_prepared)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
@@ -99,7 +96,7 @@ class Submitter:
         #: The requests that no worker can run now, each with the time at which it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
-        self._is_behind, self._on_untaken = is_behind, on_untaken
+        self._is_behind, self._on_untaken = counters.is_behind, on_untaken
         self._seldom = Seldom()
         #: The requests that wait until everything is read that the supervisor has sent, with the refusals of their workers.
         self._refused: dict[InFlight, tuple[WorkerLink, AnswerRecord]] = {}
@@ -108,7 +105,7 @@ class Submitter:
         #: Set, and replaced, with every change of a model.
         self._model_changed = asyncio.Event()
         loop = self._loop = asyncio.get_running_loop()
-        self.refusals = Refusals(counted)
+        self.refusals = Refusals(counters.refuse)
         spin_ns = options.expert.spin_us * 1000
         #: Keeps this front awake while answers are about to come; None: the operator does not want that.
         self._busy_poll = BusyPoll(loop, Spin(spin_ns), self._in_flight) if spin_ns else None

@@ -18,7 +18,6 @@ from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import WorkerLane
@@ -27,7 +26,7 @@ from tensord.shm.sequence_page import SequenceKeys, SequencePage
 from tensord.shm.status_page import StatusPage
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
-from tests.fakes import CalledBack, WholeRequests, complete_numbered
+from tests.fakes import CalledBack, WholeRequests, complete_numbered, submitter
 from tests.records import WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
@@ -103,7 +102,7 @@ class LaneBench(ABC):
 
     def __init__(self, options: Options = OPTIONS) -> None:
         self.table = ModelStates()
-        self.submitter = Submitter(1, options, self.table)
+        self.submitter = submitter(options, self.table, 1)
         self.page = StatusPage.create()
         self.sequences = SequencePage.create(SEQUENCES)
         ours, theirs = pair()

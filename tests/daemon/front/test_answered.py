@@ -40,7 +40,7 @@ async def page() -> AsyncIterator[SharedCounters]:
 
 
 def of(page: SharedCounters, access: int = 0, protocol: str = "http", row: int = 3) -> Answered:
-    return Answered(page.front(row), Refusals(), protocol, access)
+    return Answered(page.front(row), Refusals(lambda refusal: None), protocol, access)
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ async def test_refusals_are_logged_up_to_a_rate(
 
 async def test_mistakes_of_clients_are_one_line(page: SharedCounters, caplog: pytest.LogCaptureFixture) -> None:
     """Without an access log as well, with the text of the first; what the server lacked is told elsewhere."""
-    refusals = Refusals()
+    refusals = Refusals(lambda refusal: None)
     made = Answered(page.front(0), refusals, "grpc")
     for _ in range(3):
         made.failed("INVALID_ARGUMENT", "expected 3 inputs", asked())

@@ -25,8 +25,8 @@ from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import Slice
+from tests import fakes
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
-from tests.fakes import INCARNATION
 
 MIB = 1 << 20
 INLINE = 16
@@ -142,7 +142,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def submitter(loop: asyncio.AbstractEventLoop) -> Iterator[Submitter]:
     async def make() -> Submitter:
         arenas = Arenas(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2, inline_byte_size=INLINE, arriving_share=1)
-        return Submitter(INCARNATION, Options(arenas=arenas), ModelStates())
+        return fakes.submitter(Options(arenas=arenas), ModelStates())
 
     submitter = loop.run_until_complete(make())
     yield submitter

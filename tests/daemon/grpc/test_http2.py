@@ -82,7 +82,7 @@ def made(owner: Owner | None = None, **options: Any) -> Http2:
     """Makes one, whose streams echo."""
     words = memoryview(bytearray(4096)).cast("Q")
     counters = FrontCounters(words, words[:1], words[1:2], 0)
-    answered = Answered(counters, Refusals(), "grpc")
+    answered = Answered(counters, Refusals(lambda refusal: None), "grpc")
     serving = GrpcServing(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0), answered)
     return Http2(serving, owner or Owner())  # type: ignore[arg-type]
 

@@ -47,7 +47,7 @@ class Wire:
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
         words = memoryview(bytearray(4096)).cast("Q")
         counters = FrontCounters(words, words[:1], words[1:2], 0)
-        answered = Answered(counters, Refusals(), "grpc")
+        answered = Answered(counters, Refusals(lambda refusal: None), "grpc")
         self.serving = GrpcServing(options, {}, counters, Accounts(Arenas(), 0, 0), answered)
         self.account = None
         self.connection = self

@@ -15,12 +15,11 @@ from tensord.config.options import Arenas, Options
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.placement import UnsentRequest, begin
-from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
-from tests.fakes import INCARNATION, EchoWorker
+from tests.fakes import EchoWorker, submitter
 from tests.records import WholeRequest
 
 MIB = 1 << 20
@@ -30,7 +29,7 @@ class Setting:
     """A submitter with one worker, on the running loop."""
 
     def __init__(self, **arenas: Any) -> None:
-        self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(inline_byte_size=4096, **arenas)), ModelStates())
+        self.submitter = submitter(Options(arenas=Arenas(inline_byte_size=4096, **arenas)), ModelStates())
         ours, theirs = pair()
         self.worker = EchoWorker(ours, 1)
         pages = [os.dup(self.worker.page.fd), os.dup(self.worker.sequences.fd)]

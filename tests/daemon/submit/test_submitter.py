@@ -44,7 +44,7 @@ from tensord.shm.messages import (
 )
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_page import SequenceKeys
-from tests.fakes import INCARNATION, CalledBack, EchoWorker
+from tests.fakes import INCARNATION, CalledBack, EchoWorker, Uncounted
 from tests.generated import examples
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
@@ -87,14 +87,9 @@ class Setting:
         self._last = 100
 
     async def _make(self, options: Options, row: int) -> Submitter:
-        return Submitter(
-            INCARNATION,
-            options,
-            ModelStates(),
-            row,
-            is_behind=lambda: self.behind,
-            on_untaken=self.untaken.append,
-        )
+        counters = Uncounted()
+        counters.is_behind = lambda: self.behind  # type: ignore[method-assign]
+        return Submitter(INCARNATION, options, ModelStates(), row, counters, self.untaken.append)
 
     def has_read(self) -> None:
         """Pretends that the front has read all that the supervisor has sent."""
