@@ -42,17 +42,14 @@ _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 class Http1Connection(asyncio.Protocol):
     """Serves the HTTP/1.1 connection of one client.
 
-    Args:
-      connections: the open connections of this front. The connection adds and removes itself.
-      owner: the client, which is a host, or a user on a unix socket. The connection's memory counts against the client's share of
-      the arenas.
+    ``owner``: the client, which is a host, or a user on a unix socket. The connection's memory counts against the client's share
+    of the arenas.
     """
 
-    __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
+    __slots__ = ("_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
-    def __init__(self, serving: HttpServing, connections: dict[Http1Connection, None], owner: str) -> None:
+    def __init__(self, serving: HttpServing, owner: str) -> None:
         self._serving = serving
-        self._connections = connections
         self._owner = owner
         #: Feeds the parser; None until a head has come that was not parsed before.
         self._feed: ParserFeed | None = None
@@ -62,7 +59,7 @@ class Http1Connection(asyncio.Protocol):
         self._direct: PlacedBody | TextBody | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        serving, connections = self._serving, self._connections
+        serving, connections = self._serving, self._serving.connections
         counters, limit = serving.counters, serving.options.http.max_connections
         full = counters.total() >= limit and not serving.longest_idle.make_room(serving.clock())
         self.transport = transport
@@ -76,9 +73,9 @@ class Http1Connection(asyncio.Protocol):
             self.order.refuse(503, f"{counters.total()} connections are open, at most {limit} are allowed")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        serving, connections, order = self._serving, self._connections, self.order
-        connections.pop(self, None)
-        serving.counters.count(len(connections))
+        serving, order = self._serving, self.order
+        serving.connections.pop(self, None)
+        serving.counters.count(len(serving.connections))
         serving.submitter.accounts.close(order.account)
         order.lost()
         self._direct = None

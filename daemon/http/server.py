@@ -13,7 +13,7 @@ from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.front.access import Access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
-from tensord.daemon.front.longest_idle import LongestIdle, described
+from tensord.daemon.front.longest_idle import described
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_transport import SocketWatch
@@ -41,23 +41,21 @@ class HttpFront(Front):
             self.table,
             self.submitter,
             self.counters,
+            self.tracer,
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
             cross_origin=cross_origin,
-            tracer=self.tracer,
         )
         self.answered = self._serving.answered
         application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
-        connections: dict[Http1Connection, None] = {}
-        self.open_connections = connections
-        self.lingering, self.clock = self._serving.lingering, self._serving.clock
-        self._serving.longest_idle = LongestIdle(connections, options.http.max_connections)
+        self.open_connections, self.lingering = self._serving.connections, self._serving.lingering
+        self.clock = self._serving.clock
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
         certificates = Certificates(options.http)
         self._serving.tls = certificates.context is not None
         opening = Opening(
-            lambda owner: Http1Connection(self._serving, connections, owner),
+            lambda owner: Http1Connection(self._serving, owner),
             certificates,
             options.http.head_timeout or None,
             _TLS_END_SECONDS,
@@ -67,7 +65,7 @@ class HttpFront(Front):
             if certificates.context is not None and connection.family != socket.AF_UNIX:
                 opening.open(connection, owner)
             else:
-                self._sockets.open(connection, Http1Connection(self._serving, connections, owner))
+                self._sockets.open(connection, Http1Connection(self._serving, owner))
 
         self.accept(certificates, opening, accepted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -22,8 +23,10 @@ from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.running_time import RunningTime
-from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
+
+if TYPE_CHECKING:
+    from tensord.daemon.http.connection import Http1Connection
 
 _EXPOSED = "Inference-Header-Content-Length"
 
@@ -75,6 +78,7 @@ class HttpServing:
     submitter: Submitter
     #: Counts this front's connections, and shows those of the other fronts.
     counters: FrontCounters
+    tracer: Tracer
     #: Counts the answers, and writes the access log.
     answered: Answered = field(init=False)
     prepared: PreparedRequests = field(init=False)
@@ -93,14 +97,14 @@ class HttpServing:
     forwarding: Forwarding | None = None
     #: The origins whose web pages may send requests; None: none.
     cross_origin: CrossOrigin | None = None
-    tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceFiles()))
     conversions: Conversions = field(default_factory=Conversions)
     #: The time by which clients are late.
     clock: RunningTime = field(default_factory=RunningTime)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
+    connections: dict[Http1Connection, None] = field(default_factory=dict)
     #: Finds the connection to close when there are too many.
-    longest_idle: LongestIdle = field(default_factory=lambda: LongestIdle((), 0))
+    longest_idle: LongestIdle = field(init=False)
     #: Connections that this side has closed, until their clients have closed as well.
     lingering: LingeringClose = field(init=False)
     #: Every answer is the last of its connection.
@@ -117,6 +121,7 @@ class HttpServing:
         self.makes_ids = self.options.requests.make_ids
         self.answered = Answered(self.counters, self.submitter.refusals, "http", self.options.log.access)
         self.prepared = PreparedRequests(expert.max_prepared, self.submitter.inline_byte_size)
+        self.longest_idle = LongestIdle(self.connections, http.max_connections)
         self.lingering = LingeringClose(http.min_rate, self.clock)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)

@@ -222,11 +222,11 @@ class Bench(LaneBench):
     def __init__(self, options: Options = OPTIONS, tracer: Tracer | None = None) -> None:
         super().__init__(options)
         tracer = tracer or Tracer(1, TraceFiles())
-        self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0), tracer=tracer)
-        self.connections: dict[Http1Connection, None] = {}
+        self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0), tracer)
+        self.connections = self.serving.connections
 
     def connect(self) -> KeptTransport:
-        connection = Http1Connection(self.serving, self.connections, "tcp 127.0.0.1")
+        connection = Http1Connection(self.serving, "tcp 127.0.0.1")
         transport = self.transport(connection)
         connection.connection_made(transport)
         self.transports.append(transport)

@@ -42,7 +42,7 @@ class Door(Bench):
         self.acceptor = Acceptor(
             [self.listener.dup()],
             self.serving.counters,
-            lambda socket, owner: self.sockets.open(socket, Http1Connection(self.serving, self.connections, owner)),
+            lambda socket, owner: self.sockets.open(socket, Http1Connection(self.serving, owner)),
         )
         self.acceptor.start()
 

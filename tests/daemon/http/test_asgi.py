@@ -121,7 +121,7 @@ class Ours:
 
     def connect(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        connection = Http1Connection(self._bench.serving, self._bench.connections, "tcp 127.0.0.1")
+        connection = Http1Connection(self._bench.serving, "tcp 127.0.0.1")
         self._loop.call_soon_threadsafe(self._watch.open, ours, connection)
         theirs.settimeout(PATIENCE)
         return theirs
