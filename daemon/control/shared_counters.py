@@ -18,6 +18,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import compress
 
 from tensord.config.options import MAX_PROCESSES
@@ -44,6 +46,24 @@ CODES = {
 }
 _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class FrontCounts:
+    """The counts in one row, of all fronts that ever had this row."""
+
+    #: Client connections now.
+    connections: int
+    #: Prepared requests that have a number now; that were given one, and that were evicted for others, ever.
+    prepared_requests: int
+    prepared_numbered: int
+    prepared_evicted: int
+    #: Requests that were refused, by reason, ever.
+    refused: Mapping[Refusal, int]
+    #: Code -> answers, ever.
+    answers: Mapping[str, int]
+    #: Traces that were dropped, ever.
+    dropped_traces: int
 
 
 class SharedCounters:
@@ -80,28 +100,16 @@ class SharedCounters:
         """Returns the number of client connections of the front to which row ``row`` belongs."""
         return self._words[row * _WORDS + 1]
 
-    def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of prepared requests of the front whose counters are in row ``row``.
-
-        The first counts requests that have a number now. The second counts requests that ever got a number. The third counts
-        requests that lost their number to make room for other requests.
-        """
-        at = row * _WORDS + _PREPARED
-        return self._words[at], self._words[at + 1], self._words[at + 2]
-
-    def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns reason -> number of requests refused by all fronts that ever had row ``row``."""
-        at = row * _WORDS + _REFUSED
-        return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
-
-    def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns status code -> number of answers of all fronts that ever had row ``row``. ``protocol``: "http" or "grpc"."""
-        at = row * _WORDS + _CODES
-        return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
-
-    def dropped_traces(self, row: int) -> int:
-        """Returns the number of traces dropped by all fronts that ever had row ``row`` of these counters."""
-        return self._words[row * _WORDS + _TRACES]
+    def counts(self, row: int, protocol: str) -> FrontCounts:
+        """Returns the counts in row ``row``. ``protocol``: "http" or "grpc"."""
+        words = self._words[row * _WORDS : (row + 1) * _WORDS].tolist()
+        return FrontCounts(
+            words[1],
+            *words[_PREPARED:_REFUSED],
+            dict(zip(OF_FRONTS, words[_REFUSED:], strict=False)),
+            dict(zip(CODES[protocol], words[_CODES:], strict=False)),
+            words[_TRACES],
+        )
 
     def note_sent(self, row: int, count: int) -> None:
         """Stores that the supervisor has sent ``count`` records to a front so far. ``row``: the front's row in these counters."""

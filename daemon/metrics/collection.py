@@ -240,20 +240,9 @@ class Collection:
         found = []
         for name, protocol in self._fronts.slots().items():
             front = filled.get(name)
+            up = front is not None and front.ready
             counters, row = self._fronts.counters(name)
-            found.append(
-                FrontSlot(
-                    name,
-                    protocol,
-                    front is not None and front.ready,
-                    counters.connections(row),
-                    self._slots.restarts(name),
-                    counters.refused(row),
-                    *counters.prepared_requests(row),
-                    counters.answers(row, protocol),
-                    counters.dropped_traces(row),
-                )
-            )
+            found.append(FrontSlot(name, protocol, up, self._slots.restarts(name), counters.counts(row, protocol)))
         return found
 
     def _region_kinds(self) -> list[RegionTotals]:

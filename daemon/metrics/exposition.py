@@ -129,11 +129,11 @@ tensord_client_segment_bytes lane_byte_size Bytes of clients' segments that lane
 """)
 _FRONTS = _table("""
 tensord_front_up up Whether the front's process is up
-tensord_front_connections connections Connections of clients now
-tensord_front_prepared_requests prepared_requests Prepared requests that have a number on the lanes now
-tensord_front_prepared_requests_numbered_total prepared_numbered Prepared requests that were given a number
-tensord_front_prepared_requests_evicted_total prepared_evicted Prepared requests that were forgotten because others took their \
-numbers
+tensord_front_connections counts.connections Connections of clients now
+tensord_front_prepared_requests counts.prepared_requests Prepared requests that have a number on the lanes now
+tensord_front_prepared_requests_numbered_total counts.prepared_numbered Prepared requests that were given a number
+tensord_front_prepared_requests_evicted_total counts.prepared_evicted Prepared requests that were forgotten because others \
+took their numbers
 tensord_front_restarts_total restarts How often it died and was replaced
 """)
 #: Triton's gauges of a GPU.
@@ -363,16 +363,18 @@ def _workers(snapshot: MetricsSnapshot, workers: Sequence[tuple[tuple[str, str],
 def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
     yield from _of_each("gauge", _FRONTS, _FRONT, fronts)
-    refused = [((*labels, why.value), count) for labels, slot in fronts for why, count in slot.refused.items()]
+    refused = [((*labels, why.value), count) for labels, slot in fronts for why, count in slot.counts.refused.items()]
     yield _other("tensord_front_refused_total", refused)
     answers: collections.Counter[tuple[str, str]] = collections.Counter()
     for slot in snapshot.fronts:
-        for code, count in slot.answers.items():
+        for code, count in slot.counts.answers.items():
             answers[slot.protocol, code] += count
     yield _other("tensord_front_requests_total", answers.items())
     if snapshot.spans:
         yield _other("tensord_trace_spans_total", [((outcome,), count) for outcome, count in snapshot.spans.items()])
-        yield _other("tensord_front_dropped_traces_total", [(labels, slot.dropped_traces) for labels, slot in fronts])
+        yield _other(
+            "tensord_front_dropped_traces_total", [(labels, slot.counts.dropped_traces) for labels, slot in fronts]
+        )
 
 
 def _memory(processes: Mapping[str, int]) -> Family:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tensord.daemon.control.shared_counters import FrontCounts
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint, Loading
 from tensord.shm.figures import Compiles, OwnMetrics
-from tensord.shm.refusals import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,8 @@ class FrontSlot:
     name: str
     protocol: str
     up: bool
-    connections: int
     restarts: int
-    #: Requests that it has refused, by reason.
-    refused: Mapping[Refusal, int]
-    #: Prepared requests that have a number now; that were given one, and that were evicted for others, ever.
-    prepared_requests: int = 0
-    prepared_numbered: int = 0
-    prepared_evicted: int = 0
-    #: Code -> answers that it has given, ever.
-    answers: Mapping[str, int] = field(default_factory=dict)
-    dropped_traces: int = 0
+    counts: FrontCounts
 
 
 @dataclass(frozen=True, slots=True)

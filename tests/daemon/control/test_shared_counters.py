@@ -47,8 +47,13 @@ def test_dropped_traces_are_beside_everything_else() -> None:
         counters.front(row).drop_traces(64)
         counters.front(row).drop_traces(row)
     counters.clear(1)
-    assert [counters.dropped_traces(row) for row in (0, 1, 2, MAX_PROCESSES - 1)] == [64, 65, 0, 63 + MAX_PROCESSES]
-    assert set(counters.answers(1, "grpc").values()) == {1}
+    assert [counters.counts(row, "http").dropped_traces for row in (0, 1, 2, MAX_PROCESSES - 1)] == [
+        64,
+        65,
+        0,
+        63 + MAX_PROCESSES,
+    ]
+    assert set(counters.counts(1, "grpc").answers.values()) == {1}
     counters.close()
 
 
@@ -87,6 +92,11 @@ def test_another_descriptor() -> None:
     os.close(write)
 
 
+def prepared(counters: SharedCounters, row: int) -> tuple[int, int, int]:
+    found = counters.counts(row, "http")
+    return found.prepared_requests, found.prepared_numbered, found.prepared_evicted
+
+
 def test_prepared_requests_are_counted_over_the_fronts_of_a_row() -> None:
     """The present count is the present front's; the total is that of all fronts of the row."""
     counters = SharedCounters.create()
@@ -94,16 +104,16 @@ def test_prepared_requests_are_counted_over_the_fronts_of_a_row() -> None:
     for numbered, evicted in ((1, 0), (2, 0), (1, 2)):
         first.note_number(numbered, evicted)
     other.note_number(1, 0)
-    assert (counters.prepared_requests(0), counters.prepared_requests(1), counters.prepared_requests(2)) == (
+    assert (prepared(counters, 0), prepared(counters, 1), prepared(counters, 2)) == (
         (1, 3, 2),
         (1, 1, 0),
         (0, 0, 0),
     )
     counters.clear(0)
-    assert counters.prepared_requests(0) == (0, 3, 2)
+    assert prepared(counters, 0) == (0, 3, 2)
     counters.front(0).note_number(1, 0)
-    assert (counters.prepared_requests(0), counters.prepared_requests(1)) == ((1, 4, 2), (1, 1, 0))
-    assert (counters.connections(0), set(counters.refused(0).values())) == (0, {0})
+    assert (prepared(counters, 0), prepared(counters, 1)) == ((1, 4, 2), (1, 1, 0))
+    assert (counters.connections(0), set(counters.counts(0, "http").refused.values())) == (0, {0})
     counters.close()
 
 
@@ -120,10 +130,11 @@ def test_no_count_is_another_one(protocol: str) -> None:
     words, at = front.codes
     for number in range(len(CODES[protocol])):
         words[at + number] += 100 + number
-    assert counters.refused(1) == {refusal: number for number, refusal in enumerate(OF_FRONTS, 10)}
-    assert counters.answers(1, protocol) == {code: 100 + number for number, code in enumerate(CODES[protocol])}
-    assert (counters.connections(1), counters.prepared_requests(1)) == (1, (1, 1, 0))
+    assert counters.counts(1, protocol).refused == {refusal: number for number, refusal in enumerate(OF_FRONTS, 10)}
+    assert counters.counts(1, protocol).answers == {code: 100 + number for number, code in enumerate(CODES[protocol])}
+    assert (counters.connections(1), prepared(counters, 1)) == (1, (1, 1, 0))
     for row in (0, 2):
-        assert (counters.connections(row), counters.prepared_requests(row)) == (0, (0, 0, 0))
-        assert not any([*counters.refused(row).values(), *counters.answers(row, protocol).values()])
+        assert (counters.connections(row), prepared(counters, row)) == (0, (0, 0, 0))
+        others = counters.counts(row, protocol)
+        assert not any([*others.refused.values(), *others.answers.values()])
     counters.close()

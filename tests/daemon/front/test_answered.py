@@ -65,13 +65,13 @@ async def test_counted_by_code(page: SharedCounters, protocol: str) -> None:
     made.failed("something new", "no")
     made.managed(codes[0])
     other.managed("304")
-    assert list(page.answers(3, protocol).values()) == [3, *range(2, len(codes)), 1]
-    assert page.answers(4, protocol) == dict.fromkeys(codes, 0) | {"other": 1}
+    assert list(page.counts(3, protocol).answers.values()) == [3, *range(2, len(codes)), 1]
+    assert page.counts(4, protocol).answers == dict.fromkeys(codes, 0) | {"other": 1}
     # Of who dies only what grows stays.
     page.clear(3)
-    assert page.answers(3, protocol)[codes[0]] == 3
+    assert page.counts(3, protocol).answers[codes[0]] == 3
     assert page.connections(4) == page.connections(3) == 0
-    assert set(page.refused(4).values()) == {0}
+    assert set(page.counts(4, protocol).refused.values()) == {0}
 
 
 async def test_one_good_answer_in_so_many(page: SharedCounters, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ async def test_refusals_are_logged_up_to_a_rate(
     assert len(lines) == 11
     assert lines[0] == {"protocol": "http", "code": "503", "model": "m", "version": 0, "id": "y", "error": "full"}
     assert lines[-1] == {"protocol": "http", "code": "404", "error": "\n" + 299 * "x", "left_out": 20}
-    assert page.answers(3, "http")["503"] == 30
+    assert page.counts(3, "http").answers["503"] == 30
 
 
 async def test_mistakes_of_clients_are_one_line(page: SharedCounters, caplog: pytest.LogCaptureFixture) -> None:

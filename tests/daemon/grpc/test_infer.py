@@ -111,7 +111,7 @@ def test_an_answer_that_cannot_be_written(served: tuple[GrpcFrontProcess, EchoWo
     assert (failed.infer_response.id, failed.infer_response.model_name) == ("a", "")
     assert not failed.infer_response.parameters
     assert good.infer_response.raw_output_contents == [b"b"]
-    assert front.counters.answers(0, "grpc")["INTERNAL"] == 1
+    assert front.counters.counts(0, "grpc").answers["INTERNAL"] == 1
 
 
 def test_an_error_that_ends_the_stream(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest, parser
 from prometheus_client.openmetrics import exposition as openmetrics_text
 from prometheus_client.openmetrics import parser as openmetrics
 
+from tensord.daemon.control.shared_counters import FrontCounts
 from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
@@ -30,6 +31,7 @@ COUNTS = Counts(
 )
 #: Of two buckets: counts, and sums in ns, of each kind.
 DURATIONS = {"lane": (1, 2, 3, 4_500_000_000, 6, 0, 0, 250, 0, 0, 6, 60_000_000_000, 1, 0, 0, 1000)}
+FRONT = FrontCounts(5, 3, 8, 5, {Refusal.IN_FLIGHT: 9}, {"200": 40, "400": 2, "503": 0}, 6)
 SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
@@ -53,7 +55,7 @@ SNAPSHOT = MetricsSnapshot(
             {"OK": 7, "NOT_FOUND": 2},
         )
     ],
-    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5, {"200": 40, "400": 2, "503": 0}, 6)],
+    [FrontSlot("http-0", "http", True, 1, FRONT)],
     [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
     1 << 44,
