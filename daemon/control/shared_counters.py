@@ -105,7 +105,9 @@ class SharedCounters:
         words = self._words[row * _WORDS : (row + 1) * _WORDS].tolist()
         return FrontCounts(
             words[1],
-            *words[_PREPARED:_REFUSED],
+            words[_PREPARED],
+            words[_PREPARED + 1],
+            words[_PREPARED + 2],
             dict(zip(OF_FRONTS, words[_REFUSED:], strict=False)),
             dict(zip(CODES[protocol], words[_CODES:], strict=False)),
             words[_TRACES],

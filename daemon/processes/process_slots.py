@@ -148,4 +148,5 @@ def replacement_delay(options: Expert, deaths: int, served: bool) -> float:
     """
     maximum = min(options.max_restart_delay, SERVED_MAXIMUM) if served else options.max_restart_delay
     # 2**20 is beyond any maximum; without the bound a long series would overflow.
-    return min(maximum, options.restart_delay * 2 ** min(deaths, 20)) * random.uniform(0.9, 1.0)
+    delay: float = min(maximum, options.restart_delay * 2 ** min(deaths, 20))
+    return delay * random.uniform(0.9, 1.0)
