@@ -60,7 +60,7 @@ INSIDE = {
     "daemon.regions": ("control", "front"),
     "daemon.clients": ("control", "submit", "front", "parameters", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "parameters", "processes", "regions"),
-    "daemon.metrics": ("tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
+    "daemon.metrics": ("control", "tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
     "daemon": (
         *("control", "tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
