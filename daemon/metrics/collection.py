@@ -193,7 +193,7 @@ class Collection:
     async def _ask(self, worker: WorkerProcess) -> bool:
         """Asks a worker for its counters and stores them. Returns False if the worker does not answer in time."""
         try:
-            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
+            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), seconds=_PATIENCE), type=Figures)
         except ServingError:
             return False
         except msgspec.MsgspecError as error:
@@ -208,7 +208,7 @@ class Collection:
 
     async def _exemplars(self, front: FrontProcess) -> list[Exemplar]:
         try:
-            answer = await front.result_of(TraceExemplars(), _PATIENCE)
+            answer = await front.result_of(TraceExemplars(), seconds=_PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])
         except (ServingError, msgspec.MsgspecError):
             return []

@@ -189,7 +189,7 @@ class Operations:
 
     async def _slow_counts(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
         try:
-            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
+            figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), seconds=_READY_SECONDS), type=Figures)
         except ServingError:
             return {}
         return {
@@ -242,7 +242,7 @@ class Operations:
 
     async def _says_ready(self, worker: WorkerProcess, name: str, number: int) -> bool:
         try:
-            return await worker.result_of(ModelReady(name, number), _READY_SECONDS) == b"true"
+            return await worker.result_of(ModelReady(name, number), seconds=_READY_SECONDS) == b"true"
         except ServingError:
             return False
 

@@ -215,7 +215,7 @@ async def _rows(children: Iterable[Child], label: str, operation: Operation) -> 
 
 async def _list_of(child: Child, operation: Operation) -> list[dict[str, Any]]:
     try:
-        return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
+        return msgspec.json.decode(await child.result_of(operation, seconds=_LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
         return []
 

@@ -437,7 +437,7 @@ class Parameters:
 
     async def _stage(self, worker: WorkerProcess, stage: StageParameters, memory: int) -> None:
         with self._giving(worker):
-            await self._call(worker, stage, memory)
+            await worker.result_of(stage, *([memory] if memory >= 0 else []))
 
     @contextlib.contextmanager
     def _giving(self, worker: WorkerProcess) -> Iterator[_Given]:
@@ -455,15 +455,10 @@ class Parameters:
             if not others:
                 self._given.pop(worker.incarnation, None)
 
-    @staticmethod
-    async def _call(worker: WorkerProcess, operation: Operation, memory: int = -1) -> None:
-        _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
-        descriptors.close(fds)
-
     async def _carry_out(self, worker: WorkerProcess, operation: Operation) -> bool:
         """Makes a worker do ``operation``. Returns whether the worker did it. Kills the worker if it did not."""
         try:
-            await self._call(worker, operation)
+            await worker.result_of(operation)
         except ServingError as error:
             if worker.alive and not worker.stopping:
                 worker.kill(f"did not follow a change of parameters ({error.message})")
@@ -599,7 +594,7 @@ class Parameters:
                             changed = ", and its file is another one now" if content.file is not None else ""
                             return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
                         stage = StageParameters(push, *key, name, content.number, held=True)
-                        await self._call(worker, stage, memory)
+                        await worker.result_of(stage, memory)
                 except (_NoWorker, ServingError, OSError) as error:
                     # What else it died of may be a push, a load or another set: then a further worker is given these once more.
                     content.deaths += worker.ended_by_work and not given.shared

@@ -199,18 +199,19 @@ class Child:
             raise Unavailable(f"{self.name} is not running")
         return await self.calls.call(operation, *fds)
 
-    async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
+    async def result_of(self, operation: Operation, *fds: int, seconds: float | None = None) -> bytes:
         """Asks the process to run ``operation`` and returns the result. Closes any file descriptors that come with the result.
 
+        ``fds``: descriptors that are sent with the call.
         ``seconds``: how long to wait at most. If it is None, the wait ends with the process.
         Raises Unavailable if the process died, or has not answered in time. Raises ServingError if the operation fails.
         """
         try:
             async with asyncio.timeout(seconds):
-                result, fds = await self.call(operation)
+                result, received = await self.call(operation, *fds)
         except TimeoutError:
             raise Unavailable(f"{self.name} did not answer within {seconds:g} s") from None
-        descriptors.close(fds)
+        descriptors.close(received)
         return result
 
     def release(self) -> None:

@@ -19,6 +19,7 @@ from tensord.config.options import Options, Requests, SupervisorOptions, Workers
 from tensord.daemon.models.lifecycle import Lifecycle, Send
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.parameters.pushes import Parameters
+from tensord.daemon.processes.child import Child
 from tensord.shm.control_records import Load, Loaded, Unload
 from tensord.shm.errors import Internal, InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
@@ -55,6 +56,8 @@ def content_of(memory: int) -> bytes:
 
 class Worker:
     """Stages and commits bytes; refuses those that contain ``bad``."""
+
+    result_of = Child.result_of
 
     stopping = False
     alive = True
