@@ -34,7 +34,7 @@ from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
 from tensord.shm.messages import Cancel, EndSequence, Prepare, SegmentClosed, Taken, TraceContext
 from tensord.shm.running_time import RunningTime
-from tensord.shm.seldom import Seldom
+from tensord.shm.seldom import LineRate, Seldom
 from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -79,10 +79,8 @@ _MAX_SHOWN = 500
 _BEAT_NS = 1_000_000_000
 #: How often records that are not whole are looked at, while there are some.
 _HALVES_NS = 1_000_000_000
-
-#: The most lines, in a time, about lanes of clients that sent what is malformed.
+#: The most lines in a second about lanes of clients that sent what is malformed.
 _MAX_LINES = 10
-_LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
@@ -182,8 +180,8 @@ class Worker:
         #: When to exit although something is in flight; 0: not told to stop.
         self._stop_ns = 0
         self._supervised = True
-        #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
-        self._window_ns = self._lines = self._left_out = 0
+        #: Limits the lines about ended lanes of clients, and those about what could not be opened or loaded.
+        self._refusals = LineRate(_MAX_LINES)
         self._seldom = Seldom()
         #: True if the loop's current iteration has removed an unloaded model version.
         self._gone = False
@@ -325,19 +323,18 @@ class Worker:
         except ChannelClosed:
             self._close_lane(submitter)
         except InvalidArgument as error:
-            self._refuse_lane(submitter, error.message, now_ns)
+            self._refuse_lane(submitter, error.message)
         except Exception:  # a defect of ours, which a client must not be able to end this process by
             if submitter.segments is None:
                 raise
             _log.exception("closing the lane of submitter %d", submitter.peer)
             self._close_lane(submitter)
 
-    def _refuse_lane(self, submitter: SubmitterLink[Request], why: str, now_ns: int) -> None:
+    def _refuse_lane(self, submitter: SubmitterLink[Request], why: str) -> None:
         """Closes the lane of a submitter that has broken the protocol, and logs why."""
-        if submitter.segments is None or self._may_log(now_ns):
-            left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
+        if submitter.segments is None or self._refusals.admits():
+            left_out = self._refusals.say_left_out()
             _log.error("closing the lane of submitter %d: %s%s", submitter.peer, why[:_MAX_SHOWN], left_out)
-            self._left_out = 0
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
@@ -364,16 +361,9 @@ class Worker:
                 break
             byte_size = submitter.lane.channel.half_byte_size
             why = f"{byte_size} bytes of a record came, and not its end within {seconds:g} s (clients.body_timeout)"
-            self._refuse_lane(submitter, why, now_ns)
+            self._refuse_lane(submitter, why)
         if self._halves:
             self._dispatcher.agenda.put(self._end_halves, now_ns + _HALVES_NS)
-
-    def _may_log(self, now_ns: int) -> bool:
-        if now_ns - self._window_ns >= _LOG_WINDOW_NS:
-            self._window_ns, self._lines = now_ns, 0
-        self._lines += 1
-        self._left_out += self._lines > _MAX_LINES
-        return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
         """Receives datagrams of a submitter, up to a bound, and carries out their records."""

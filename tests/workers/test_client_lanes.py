@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from types import FrameType, SimpleNamespace
@@ -42,6 +43,7 @@ from tensord.shm.messages import (
 )
 from tensord.shm.operations import Peer
 from tensord.shm.record import Record, encoder
+from tensord.shm.seldom import LineRate
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
 from tensord.workers.parameters.parameter_set import ParameterSet
@@ -79,7 +81,7 @@ def total(loop: WorkerLoop, tmp_path_factory: pytest.TempPathFactory) -> ModelVe
 @pytest.fixture
 def lane(loop: WorkerLoop) -> Iterator[RawLane]:
     made = loop.open_client(CLIENT)
-    loop.worker._lines = 0
+    loop.worker._refusals._lines = 0
     yield made
     made.close()
     for _ in range(3):
@@ -1003,8 +1005,11 @@ def test_responses_come_in_order_and_the_last_says_how_long_it_took(loop: Worker
     assert [answer.timing is not None for answer in answers] == [False] * 50 + [True]
 
 
-def test_the_log_does_not_grow_with_each_lane_that_ends(loop: WorkerLoop, caplog: pytest.LogCaptureFixture) -> None:
-    loop.worker._window_ns = loop.worker._lines = 0
+def test_the_log_does_not_grow_with_each_lane_that_ends(
+    loop: WorkerLoop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(loop.worker, "_refusals", LineRate(10, lambda: now_ns))
     for number in range(40):
         lane = loop.open_client(CLIENT + number)
         lane.send_bytes(b"\x01\xc1")
@@ -1013,14 +1018,14 @@ def test_the_log_does_not_grow_with_each_lane_that_ends(loop: WorkerLoop, caplog
         lane.close()
     assert len(loop.closed()) == 40
     assert len(caplog.records) == 10
-    loop.worker._window_ns -= 10_000_000_000
+    now_ns += 1_000_000_000
     lane = loop.open_client(CLIENT)
     lane.send_bytes(b"\x01\xc1")
     for _ in range(3):
         loop.worker.iterate()
     lane.close()
     assert loop.closed() == [CLIENT]
-    assert "(30 more since the last such line)" in caplog.text
+    assert "(30 such lines before it were left out)" in caplog.text
 
 
 def test_more_may_not_be_taken_than_was_sent(loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture) -> None:
