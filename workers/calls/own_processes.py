@@ -173,10 +173,7 @@ def _owner() -> OwnProcesses | None:
         frame = frame.f_back  # type: ignore[assignment]
     if port.processes is None:
         port.processes = OwnProcesses(port.name)
-        port.held[port.processes] = None
-    processes = port.processes
-    assert isinstance(processes, OwnProcesses)
-    return processes
+    return port.processes
 
 
 # ---------------------------------------------------------------------------------------------------------- Python's ways
