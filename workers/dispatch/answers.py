@@ -190,8 +190,9 @@ def _put(
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
-    queued = _Queued()
-    try:
+    #: What the copies to a GPU's memory read, until they have finished.
+    read: list[Content] = []
+    with contextlib.ExitStack() as copies:
         for name, (datatype, shape, content) in chosen.items():
             place: RegionSlice | None = None
             size = _byte_size(content)
@@ -203,7 +204,9 @@ def _put(
                 if written:
                     pass  # by its program, or by the GPU
                 elif isinstance(region, CudaRegion):
-                    queued.write(region, place.offset, content)
+                    if size:
+                        copies.callback(region.settle)
+                        read.append(_begin_copy(region, place.offset, content))
                 elif isinstance(region, SnapshotRegion):
                     # It is not mapped here, but written by system calls.
                     if isinstance(content, bytes):
@@ -220,13 +223,24 @@ def _put(
             else:
                 contents.append(content if isinstance(content, bytes) else content.tobytes())
             tensors.append(PreparedTensor(name, datatype, shape, place))
-        queued.settle()
-        # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
-        check_intact(request.regions)
-    except ServingError:
-        queued.abandon()
-        raise
+    # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
+    check_intact(request.regions)
     return tensors, contents
+
+
+def _begin_copy(region: CudaRegion, offset: int, content: Content) -> Content:
+    """Starts a copy of ``content`` to ``offset`` of a region in a GPU's memory. Returns what the copy reads.
+
+    ``region.settle`` waits for the copy.
+    """
+    if isinstance(content, GpuArray):
+        region.copy(offset, content.pointer, content.nbytes)
+        return content
+    flat = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
+    # It may be a client's memory that the model has handed through.
+    flat = standing(flat)
+    region.write(offset, address_of(flat), flat.nbytes)
+    return flat
 
 
 def _choose(request: Request, result: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], Content]]:
@@ -250,39 +264,6 @@ def _choose(request: Request, result: dict[str, Array]) -> dict[str, tuple[str, 
 
 def _byte_size(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes
-
-
-class _Queued:
-    # The arrays are kept until the copies have finished.
-    __slots__ = ("_regions", "_sources")
-
-    def __init__(self) -> None:
-        self._regions: list[CudaRegion] = []
-        self._sources: list[Array | GpuArray] = []
-
-    def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Starts a copy of ``content`` to ``offset`` of a region in a GPU's memory. ``settle`` waits for the copy."""
-        if not _byte_size(content):
-            return
-        self._regions.append(region)
-        if isinstance(content, GpuArray):
-            self._sources.append(content)
-            region.copy(offset, content.pointer, content.nbytes)
-            return
-        flat = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
-        # It may be a client's memory that the model has handed through.
-        flat = standing(flat)
-        self._sources.append(flat)
-        region.write(offset, address_of(flat), flat.nbytes)
-
-    def settle(self) -> None:
-        for region in self._regions:
-            region.settle()
-
-    def abandon(self) -> None:
-        for region in self._regions:
-            with contextlib.suppress(ServingError):
-                region.settle()
 
 
 def _write(view: memoryview, content: Content) -> None:
