@@ -1,8 +1,8 @@
 """Copies parameters into memory that no other process can change, and fills the same memory again once nobody uses it any more.
 
-    MemoryPool.filled ─▶ NewMemory.sealed ─▶ file descriptor ─▶ other processes
-        ▲                                                             │
-        └── no process has the descriptor or a mapping of it any more ┘
+    MemoryPool.sealed ─▶ file descriptor ─▶ other processes
+        ▲                                          │
+        └── no process has it or a mapping of it ──┘
 
 Memory of at least 1 MiB is used again, because to allocate new pages takes twice as long as to copy into existing pages. It has
 F_SEAL_FUTURE_WRITE: only this process can write to it, by a mapping that this process made before it set the seal. Other
@@ -109,16 +109,10 @@ class SealedMemory:
 
 
 class NewMemory:
-    """Memory for the parameter values that a client pushes, filled by a ``MemoryPool``.
-
-    The caller reads or writes ``content``, and then calls ``sealed``, which makes the memory read-only. The caller always calls
-    ``close`` at the end, also after an error.
-    """
+    """Memory for the parameter values that a client pushes, filled and sealed by a ``MemoryPool``."""
 
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
         self.byte_size = byte_size
-        #: The pool that the memory goes back to, until the caller of ``MemoryPool.filled`` has called ``sealed`` or ``close``.
-        self.lender: MemoryPool | None = None
         #: True if the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
         mapping: mmap.mmap | None = None
@@ -215,18 +209,6 @@ class NewMemory:
             raise Unavailable(f"{self.byte_size} bytes of parameters cannot be sealed: {error.strerror}") from error
         return self.fd
 
-    def sealed(self) -> int:
-        """Seals the memory. Returns its file descriptor, which the caller closes. Raises Unavailable: no file can be opened."""
-        pool, self.lender = self.lender, None
-        assert pool is not None
-        return pool.sealed(self)
-
-    def close(self) -> None:
-        """Gives the memory back to the pool if ``sealed`` was not called. The caller that has it may call it more than once."""
-        pool, self.lender = self.lender, None
-        if pool is not None:
-            pool.give_back(self)
-
     def free(self) -> None:
         """Closes the descriptor and drops the mapping. Other processes can go on using the memory."""
         os.close(self.fd)
@@ -249,26 +231,28 @@ class MemoryPool:
         #: Size -> when memory of this size was last filled, CLOCK_MONOTONIC.
         self._filled_ns: dict[int, int] = {}
 
-    def filled(self, parts: Iterable[Part]) -> NewMemory:
-        """Returns memory with copies of ``parts``, in order.
+    def sealed(self, parts: Iterable[Part], check: Callable[[Array], None] = lambda _: None) -> int:
+        """Copies ``parts``, in order, into memory, and seals it. Returns a file descriptor of it, which the caller closes.
 
-        Raises Unavailable: no memory is left. Errors of copying are raised unchanged.
+        ``check``: gets the copy, UINT8[bytes], before it is sealed, and must not keep it. Raises Unavailable: no memory is left,
+        or no file can be opened. Errors of copying and of ``check`` are raised unchanged, and the memory can be filled again.
         """
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
+        is_new = memory is None
         if memory is None:
             memory = self._new(parts, byte_size)
         else:
-            # Until it is sealed it belongs to the caller.
             self._memories.remove(memory)
-            try:
+        try:
+            if not is_new:
                 memory.fill(parts)
-            except BaseException:
-                self.give_back(memory)
-                raise
-        memory.lender = self
-        return memory
+            check(memory.content)
+        except BaseException:
+            self._give_back(memory)
+            raise
+        return self._seal(memory)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> NewMemory:
         """Returns new memory with copies of ``parts``."""
@@ -288,20 +272,15 @@ class MemoryPool:
         for each in memories:
             each.free()
 
-    def sealed(self, memory: NewMemory) -> int:
-        """Seals memory. Returns a descriptor of the sealed memory, which the caller closes.
-
-        The caller must not use ``memory`` any more.
-        Raises Unavailable: no file can be opened.
-        """
+    def _seal(self, memory: NewMemory) -> int:
         if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()
         self._filled_ns[memory.byte_size] = time.monotonic_ns()
-        self.give_back(memory)
+        self._give_back(memory)
         with descriptors.needed("pushed parameters"):
             return memory.lend()
 
-    def give_back(self, memory: NewMemory) -> None:
+    def _give_back(self, memory: NewMemory) -> None:
         """Keeps ``memory`` for reuse if memory of its size was filled in the last 10 seconds. Otherwise frees it."""
         if memory.byte_size not in self._filled_ns:
             memory.free()

@@ -9,7 +9,6 @@ The worker's event loop calls ``plan``, which finds the source of a push. Anothe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -43,7 +42,7 @@ from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, leaf_of
 from tensord.workers.parameters.leaves import Leaves
 from tensord.workers.parameters.parameter_set import ParameterSet
-from tensord.workers.parameters.sealed_memory import Copy, MemoryPool, NewMemory, Part, SealedMemory, is_sealed, part_of
+from tensord.workers.parameters.sealed_memory import Copy, MemoryPool, Part, SealedMemory, is_sealed, part_of
 from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
 
 #: Bytes of a file that are read in one piece.
@@ -96,8 +95,7 @@ class Making:
         else:
             leaves = made
         described = [leaf_of(name, array) for name, array in {**self._missing(leaves), **leaves}.items()]
-        with contextlib.closing(self._pool.filled(layout.laid_out(described, self._limit, self.what))) as memory:
-            return memory.sealed()
+        return self._pool.sealed(layout.laid_out(described, self._limit, self.what))
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
         base = self._base
@@ -129,10 +127,12 @@ class Making:
         spaces = spaces if byte_size + spaces <= self._limit else 0
         first = (length + spaces).to_bytes(layout.LENGTH, "little")
         tensors = Part(byte_size - begin, lambda at, target: copy(begin + at, target))
-        with contextlib.closing(self._pool.filled([*map(part_of, (first, header, b" " * spaces)), tensors])) as memory:
+
+        def check(content: Array) -> None:
             check_intact(self._regions)
-            self.check_sum([head, header, memory.content[begin + spaces :]])
-            return memory.sealed()
+            self.check_sum([head, header, content[begin + spaces :]])
+
+        return self._pool.sealed([*map(part_of, (first, header, b" " * spaces)), tensors], check)
 
     def _read_from(self, copy: Copy, offset: int, byte_size: int) -> bytes:
         found = np.zeros(byte_size, _BYTES)
@@ -148,13 +148,15 @@ class Making:
         the client has removed the region with the parameters.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
-        with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
-            check_intact(self._regions)
-            self.check_sum(self._contents(memory, places))
-            return memory.sealed()
 
-    def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        found = layout.read(memory.content.data, self.what)
+        def check(content: Array) -> None:
+            check_intact(self._regions)
+            self.check_sum(self._contents(content, places))
+
+        return self._pool.sealed(layout.laid_out(places, self._limit, self.what), check)
+
+    def _contents(self, content: Array, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
+        found = layout.read(content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:
                 yield found[leaf.name].reshape(-1).view(_BYTES)

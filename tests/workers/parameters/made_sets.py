@@ -27,7 +27,7 @@ def loaded(parameters: Any) -> ParameterSets:
 def sealed(leaves: Mapping[str, Array]) -> int:
     """Returns a descriptor of sealed memory with these leaves; the caller closes it."""
     pool = MemoryPool()
-    fd = pool.filled(layout.laid_out([layout.leaf_of(*leaf) for leaf in leaves.items()], LIMIT, "these")).sealed()
+    fd = pool.sealed(layout.laid_out([layout.leaf_of(*leaf) for leaf in leaves.items()], LIMIT, "these"))
     pool.expire(NEVER)
     return fd
 

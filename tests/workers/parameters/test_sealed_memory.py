@@ -43,7 +43,7 @@ SIZE = LEAST_RETURNING
 
 def pushed(pool: MemoryPool, content: bytes) -> int:
     """Returns a descriptor of memory that was filled with this content."""
-    return pool.filled([part_of(content)]).sealed()
+    return pool.sealed([part_of(content)])
 
 
 def held(content: bytes, size: int = SIZE) -> bytes:
@@ -88,15 +88,15 @@ def test_parts_lie_in_their_order_in_new_memory_and_in_memory_that_is_filled_aga
 ) -> None:
     for turn in range(3):
         parts = [noise(size + turn)[turn:] for size in sizes]
-        fd = pool.filled([part_of(part) for part in parts]).sealed()
+        fd = pool.sealed([part_of(part) for part in parts])
         assert os.pread(fd, os.fstat(fd).st_size + 1, 0) == b"".join(parts)
         os.close(fd)
 
 
 def test_what_is_checked_is_what_is_sealed(pool: MemoryPool) -> None:
-    memory = pool.filled([part_of(held(b"a"))])
-    assert memory.content.tobytes() == held(b"a")
-    os.close(memory.sealed())
+    checked: list[bytes] = []
+    os.close(pool.sealed([part_of(held(b"a"))], lambda content: checked.append(content.tobytes())))
+    assert checked == [held(b"a")]
 
 
 @pytest.mark.parametrize("failing", [0, 5 * PIECE, 31 * PIECE])
@@ -111,7 +111,7 @@ def test_an_error_of_a_part_is_told_as_it_is_and_leaves_nothing(
             raise kind(f"not from {at}")
 
     with pytest.raises(kind, match=f"not from {failing}"):
-        pool.filled([Part(32 * PIECE, copy)])
+        pool.sealed([Part(32 * PIECE, copy)])
     assert opened() == before
 
 
@@ -125,7 +125,7 @@ def test_a_host_without_memory_is_an_error_and_no_signal(pool: MemoryPool, monke
 
     monkeypatch.setattr(os, "pwrite", writing)
     with pytest.raises(Unavailable, match=rf"the host has no {4 * PIECE} bytes of memory for parameters"):
-        pool.filled([part_of(noise(4 * PIECE))])
+        pool.sealed([part_of(noise(4 * PIECE))])
     assert opened() == before
 
 
@@ -134,7 +134,7 @@ def test_memory_that_the_process_may_not_have(pool: MemoryPool) -> None:
         raise AssertionError("nothing is copied where there is no memory")
 
     with pytest.raises(Unavailable, match=r"the host has no 9223372036854771712 bytes of memory for parameters"):
-        pool.filled([Part((1 << 63) - 4096, never)])
+        pool.sealed([Part((1 << 63) - 4096, never)])
 
 
 # ------------------------------------------------------------------------------------------------------------- sealing
@@ -247,10 +247,14 @@ def test_what_is_refused_leaves_the_memory_for_the_next(pool: MemoryPool) -> Non
         target[:10] = 7
         raise InvalidArgument("shorter by now")
 
+    def wrong(content: Array) -> None:
+        raise InvalidArgument(f"checksum of {len(content)} bytes")
+
     for _ in range(3):
         with pytest.raises(InvalidArgument, match="shorter"):
-            pool.filled([Part(SIZE, copy)])
-        pool.filled([part_of(held(b"wrong checksum"))]).close()
+            pool.sealed([Part(SIZE, copy)])
+        with pytest.raises(InvalidArgument, match="checksum"):
+            pool.sealed([part_of(held(b"b"))], wrong)
     fd = pushed(pool, held(b"b"))
     assert inode(fd) == first
     assert os.pread(fd, SIZE, 0) == held(b"b")
@@ -339,27 +343,33 @@ def test_a_kernel_that_cannot_populate_is_none_the_worse(pool: MemoryPool, monke
 
 
 def test_a_process_without_descriptors_is_told_so(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = pool.filled([part_of(held(b"a"))])
-
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
         with pytest.raises(Unavailable, match="no file can be opened for pushed parameters"):
-            memory.sealed()
-    memory.close()
+            pool.sealed([part_of(held(b"a"))])
 
 
-def test_memory_that_somebody_else_can_write_to_is_refused_and_freed(pool: MemoryPool) -> None:
+def test_memory_that_somebody_else_can_write_to_is_refused_and_freed(
+    pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory with a second writable mapping, such as that of a child which a model's code forked, cannot be sealed."""
     before = opened()
-    memory = pool.filled([part_of(b"small")])
-    other = mmap.mmap(memory.fd, 5)
+    others: list[mmap.mmap] = []
+    usual = os.memfd_create
+
+    def memfd_create(name: str, flags: int) -> int:
+        fd = usual(name, flags)
+        os.truncate(fd, 5)
+        others.append(mmap.mmap(fd, 5))
+        return fd
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
     with pytest.raises(Unavailable, match="5 bytes of parameters cannot be sealed"):
-        memory.sealed()
-    memory.close()
-    other.close()
+        pool.sealed([part_of(b"small")])
+    others.pop().close()
     assert opened() == before
 
 
@@ -412,7 +422,7 @@ def test_nothing_that_is_used_ever_changes(steps: list[tuple[str, int]]) -> None
             fds.append((pushed(pool, held(bytes([number]), SIZE + which % 2)), number))
         elif step == "u":
             with pytest.raises(InvalidArgument):
-                pool.filled([Part(SIZE + which % 2, _refusing)])
+                pool.sealed([Part(SIZE + which % 2, _refusing)])
         elif step == "x":
             pool.expire(time.monotonic_ns() + which * KEPT_NS // 4)
         elif step == "c" and arrays:
