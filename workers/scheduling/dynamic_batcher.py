@@ -103,15 +103,15 @@ class DynamicBatcher(QueuePlanner[W]):
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
         # As ``Planner.decide``, which asks three others for what is at hand here.
-        expiries = self._queue.expiries
-        if expiries and expiries[0][0] <= now_ns:
+        expires_ns = self._queue.expiries.earliest_ns
+        if 0 < expires_ns <= now_ns:
             return Refuse(self.tick(now_ns))
         due_ns = self.due_ns()
         if due_ns is None:
             return None
         if due_ns <= now_ns:
             return RUN
-        return WaitUntil(min(due_ns, expiries[0][0]) if expiries else due_ns)
+        return WaitUntil(min(due_ns, expires_ns or due_ns))
 
     def due_ns(self, instance: int = 0) -> int | None:
         if self.delays:

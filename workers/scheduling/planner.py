@@ -170,8 +170,7 @@ class QueuePlanner(Planner[P]):
 
     @property
     def next_tick_ns(self) -> int:
-        expiries = self._queue.expiries
-        return expiries[0][0] if expiries else 0
+        return self._queue.expiries.earliest_ns
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
         return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]

@@ -89,6 +89,52 @@ class Replacement(NamedTuple, Generic[W]):
         return Replaced(f"the request was replaced while it waited, by the next one{of_key}{with_id}")
 
 
+class Expiries(Generic[W]):
+    """The moments at which waiting requests may expire. A request that waits no more is passed over, and kept by nobody."""
+
+    __slots__ = ("_moments", "_number")
+
+    def __init__(self) -> None:
+        #: A heap of (when, sequence, number, request). No two have one number: whom a request replaced had its sequence.
+        self._moments: list[tuple[int, int, int, weakref.ref[W]]] = []
+        self._number = 0
+
+    def add(self, when_ns: int, request: W, waiting: int) -> None:
+        """Makes ``take`` return ``request`` from ``when_ns`` on, if it still waits then. ``waiting``: how many requests wait."""
+        self._number += 1
+        heapq.heappush(self._moments, (when_ns, request.sequence, self._number, weakref.ref(request)))
+        # Removes outdated entries once they are the majority.
+        if len(self._moments) > 4 * waiting + 64:
+            self._moments = [entry for entry in self._moments if _if_waiting(entry[3])]
+            heapq.heapify(self._moments)
+
+    def take(self, now_ns: int) -> W | None:
+        """Removes the first moment that has come of a request that still waits, and returns the request; None: none has come."""
+        while self._moments and self._moments[0][0] <= now_ns:
+            if (request := _if_waiting(heapq.heappop(self._moments)[3])) is not None:
+                return request
+        return None
+
+    @property
+    def earliest_ns(self) -> int:
+        """The earliest time in ns at which a request may expire; 0: never."""
+        while self._moments and not _if_waiting(self._moments[0][3]):
+            heapq.heappop(self._moments)
+        return self._moments[0][0] if self._moments else 0
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    def __repr__(self) -> str:
+        return f"<Expiries {len(self)} moments>"
+
+
+def _if_waiting(found: weakref.ref[W]) -> W | None:
+    """Returns the request that ``found`` refers to, or None if this request does not wait any more."""
+    request = found()
+    return None if request is None or request.line < 0 else request
+
+
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
     """The limits of one priority level of a queue: the fields of ``ModelQueuePolicy`` in Triton's ModelConfig."""
@@ -194,10 +240,7 @@ class RequestQueue(Generic[W]):
         self._before = 0
         #: Replace key -> the request of that key that waits.
         self._replaceable: dict[str, W] = {}
-        #: A heap of (when, sequence, number, request) of those that can expire; entries of requests that left are skipped, and
-        #: keep none of their memory. No two have one number: whom it replaced had the request's sequence.
-        self.expiries: list[tuple[int, int, int, weakref.ref[W]]] = []
-        self._watched = 0
+        self.expiries: Expiries[W] = Expiries()
         #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
         self.changed: dict[Hashable, None] | None = None
 
@@ -311,14 +354,7 @@ class RequestQueue(Generic[W]):
     def _watch(self, request: W, policy: QueuePolicy) -> None:
         expires_ns = self._expiry(request, policy)
         if expires_ns:
-            self._push_expiry(expires_ns, request)
-            if len(self.expiries) > 2 * self.size + 64:
-                self.expiries = [entry for entry in self.expiries if if_waiting(entry[3])]
-                heapq.heapify(self.expiries)
-
-    def _push_expiry(self, expires_ns: int, request: W) -> None:
-        self._watched += 1
-        heapq.heappush(self.expiries, (expires_ns, request.sequence, self._watched, weakref.ref(request)))
+            self.expiries.add(expires_ns, request, self.size)
 
     @staticmethod
     def _expiry(request: W, policy: QueuePolicy) -> int:
@@ -386,8 +422,6 @@ class RequestQueue(Generic[W]):
             self._served = max(self._served, taken[0].sequence)
             self.size -= len(taken)
             self._less(key, rows)
-            if self.expiries:
-                self._forget_taken()
         return taken
 
     def remove(self, request: W) -> bool:
@@ -404,8 +438,6 @@ class RequestQueue(Generic[W]):
             self._end(number, line, request.key)
         self.size -= 1
         self._less(request.key, request.rows)
-        if self.expiries:
-            self._forget_taken()
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
@@ -417,11 +449,6 @@ class RequestQueue(Generic[W]):
             del owners[owner]
         self._shares.leave(owner)
 
-    def _forget_taken(self) -> None:
-        expiries = self.expiries
-        while expiries and not if_waiting(expiries[0][3]):
-            heapq.heappop(expiries)
-
     def expire(self, now_ns: int) -> list[W]:
         """Removes and returns the requests whose queue timeout or deadline has passed.
 
@@ -429,10 +456,7 @@ class RequestQueue(Generic[W]):
         timeout has passed then runs after the requests of its priority level whose queue timeout has not passed.
         """
         refused: list[W] = []
-        while self.expiries and self.expiries[0][0] <= now_ns:
-            request = if_waiting(heapq.heappop(self.expiries)[3])
-            if request is None:
-                continue
+        while (request := self.expiries.take(now_ns)) is not None:
             level = request.line // 2 + 1
             gone = 0 < request.deadline_ns <= now_ns
             self.remove(request)
@@ -441,7 +465,7 @@ class RequestQueue(Generic[W]):
                 continue
             self._insert(request, 2 * (level - 1) + 1)
             if request.deadline_ns:
-                self._push_expiry(request.deadline_ns, request)
+                self.expiries.add(request.deadline_ns, request, self.size)
         return refused
 
     def requests(self) -> list[W]:
@@ -510,12 +534,6 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
         (waiting,) = owners.values()
         return waiting.values()
     return heapq.merge(*[waiting.values() for waiting in owners.values()], key=_sequence)
-
-
-def if_waiting(found: weakref.ref[W]) -> W | None:
-    """Returns the request that ``found`` refers to, or None if this request does not wait any more."""
-    request = found()
-    return None if request is None or request.line < 0 else request
 
 
 def _next_of(owners: _Waiters[W]) -> W:

@@ -182,7 +182,7 @@ class SequenceBatcher(Planner[S]):
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
-        while (found := self.table.expiries.next(now_ns)) is not None:
+        while (found := self.table.expired(now_ns)) is not None:
             answers += self._lose(*found)
         return answers
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import DeadlineExceeded, InvalidArgument, ServingError, Unavailable
-from tensord.workers.scheduling.queue import Shares, if_waiting
+from tensord.workers.scheduling.queue import Expiries, Shares
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
 
 if TYPE_CHECKING:
@@ -29,57 +28,6 @@ _MOST_LOST = 4096
 
 #: Refuses all requests of a sequence of which one has waited for a slot as long as it wants to.
 TIMED_OUT = "timeout of the corresponding sequence has been expired"
-
-
-class Expiries(Generic[S]):
-    """The deadlines and queue timeouts of the requests in a ``SequenceTable``."""
-
-    def __init__(self) -> None:
-        #: (when, number, request): the first is the earliest. Entries of requests that wait no more keep none of their memory.
-        self._moments: list[tuple[int, int, weakref.ref[S]]] = []
-        self._number = 0
-
-    def watch(self, request: S, waiting: int) -> None:
-        """Makes ``next`` return ``request`` once the request's deadline has passed, if the request still waits then.
-
-        ``next`` also returns ``request`` once the request's queue timeout has passed, if its sequence still has no slot then.
-        ``waiting``: the number of requests that wait in all sequences, including ``request``.
-        """
-        moments = [request.deadline_ns] if request.deadline_ns else []
-        if request.timeout_ns and request.live.slot is None:
-            moments.append(request.arrived_ns + request.timeout_ns)
-        for moment in moments:
-            self._number += 1
-            heapq.heappush(self._moments, (moment, self._number, weakref.ref(request)))
-        # Removes outdated entries once they are the majority.
-        if len(self._moments) > 4 * waiting + 64:
-            self._moments = [entry for entry in self._moments if if_waiting(entry[2])]
-            heapq.heapify(self._moments)
-
-    def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns an overdue request and its error; None: there is none. The caller ends the request's sequence."""
-        while self._moments and self._moments[0][0] <= now_ns:
-            request = if_waiting(heapq.heappop(self._moments)[2])
-            if request is None:
-                continue
-            if 0 < request.deadline_ns <= now_ns:
-                return request, DeadlineExceeded()
-            if request.live.slot is None:
-                return request, Unavailable(TIMED_OUT)
-        return None
-
-    @property
-    def earliest_ns(self) -> int | None:
-        """The earliest time in ns at which a request may expire, or None if no request has a deadline or a queue timeout."""
-        while self._moments and not if_waiting(self._moments[0][2]):
-            heapq.heappop(self._moments)
-        return self._moments[0][0] if self._moments else None
-
-    def __len__(self) -> int:
-        return len(self._moments)
-
-    def __repr__(self) -> str:
-        return f"<Expiries {len(self)} moments>"
 
 
 class Slots:
@@ -223,7 +171,7 @@ class SequenceTable(Generic[S]):
         request.line = 0
         self._waiting += 1
         self._shares.enter(request.owner)
-        self.expiries.watch(request, self._waiting)
+        self._watch(request)
         if end or self._rules.iterative:
             self._forget(live)
         return live
@@ -334,8 +282,26 @@ class SequenceTable(Generic[S]):
         request.line = 0
         self._waiting += 1
         self._shares.enter(request.owner)
-        self.expiries.watch(request, self._waiting)
+        self._watch(request)
         return live
+
+    def _watch(self, request: S) -> None:
+        if request.deadline_ns:
+            self.expiries.add(request.deadline_ns, request, self._waiting)
+        if request.timeout_ns and request.live.slot is None:
+            self.expiries.add(request.arrived_ns + request.timeout_ns, request, self._waiting)
+
+    def expired(self, now_ns: int) -> tuple[S, ServingError] | None:
+        """Returns a request whose deadline has passed, or whose sequence has had no slot for too long, and its error.
+
+        None: there is none. The caller ends the request's sequence.
+        """
+        while (request := self.expiries.take(now_ns)) is not None:
+            if 0 < request.deadline_ns <= now_ns:
+                return request, DeadlineExceeded()
+            if request.live.slot is None:
+                return request, Unavailable(TIMED_OUT)
+        return None
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
         """Ends a sequence that has a slot. Returns the waiting sequence that gets the slot; None: no sequence waits."""
@@ -435,11 +401,8 @@ class SequenceTable(Generic[S]):
     @property
     def next_tick_ns(self) -> int:
         """The earliest time in ns at which a request may expire or a sequence may get an idle sequence's slot; 0: never."""
-        earliest = self.expiries.earliest_ns
-        moments = [] if earliest is None else [earliest]
-        if self._idle and self._backlog:
-            moments.append(self.silent_ns(0))
-        return min(moments, default=0)
+        moments = self.expiries.earliest_ns, self.silent_ns(0) if self._idle and self._backlog else 0
+        return min(filter(None, moments), default=0)
 
     def silent_ns(self, now_ns: int) -> int:
         """Returns the time in ns at which the first idle sequence reaches the limit for idle sequences.

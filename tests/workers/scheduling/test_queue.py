@@ -179,7 +179,7 @@ def test_a_level_of_its_own_size() -> None:
 def test_timeout(policy: QueuePolicy, timeout_ns: int, expires_ns: int) -> None:
     waiting = request(timeout_ns=timeout_ns)
     queue = queue_of(waiting, rules=QueueRules(9, default_policy=policy))
-    assert [expiry[0] for expiry in queue.expiries] == [expires_ns] * (expires_ns > 0)
+    assert queue.expiries.earliest_ns == expires_ns
     if expires_ns:
         assert queue.expire(expires_ns - 1) == []
         assert queue.expire(expires_ns) == [waiting]
@@ -224,7 +224,8 @@ def test_entries_of_requests_that_left_do_not_pile_up() -> None:
     for _ in range(10_000):
         queue.push(request(deadline_ns=1 << 60))
         queue.take("a", 1)
-    assert queue.expiries == []
+    assert len(queue.expiries) < 200
+    assert queue.expiries.earliest_ns == 0
     queue.push(request(key="b", deadline_ns=5))
     for _ in range(10_000):
         queue.push(request(deadline_ns=1 << 60))
@@ -242,7 +243,7 @@ def test_a_request_that_left_is_kept_by_nobody() -> None:
     del removed
     assert [each() for each in left] == [None, None]
     assert len(queue.expire(6)) == 1
-    assert (len(queue), queue.expiries) == (0, [])
+    assert (len(queue), queue.expiries.earliest_ns) == (0, 0)
 
 
 @given(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.workers.scheduling.sequence import Controls, LiveSequence, Slot
-from tensord.workers.scheduling.sequence_table import TIMED_OUT, Expiries, Slots
+from tensord.workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable, Slots
 from tests.invariants import check_slots
 from tests.workers.scheduling.naive_sequences import Step
 
@@ -47,15 +47,19 @@ def step(number: int, deadline_ns: int = 0, timeout_ns: int = 0, has_slot: bool 
     return made
 
 
+def table() -> SequenceTable[Step]:
+    return SequenceTable("m", SequenceRules(), 1, Mock())
+
+
 def test_the_earliest_moment_is_the_first() -> None:
-    expiries: Expiries[Step] = Expiries()
-    assert expiries.earliest_ns is None
+    waiting = table()
+    assert waiting.next_tick_ns == 0
     late, soon, backlog = step(1, deadline_ns=300), step(2, deadline_ns=100), step(3, timeout_ns=200)
     for each in (late, soon, backlog):
-        expiries.watch(each, 3)
-    assert expiries.earliest_ns == 100
-    assert expiries.next(99) is None
-    found = [expiries.next(1000) for _ in range(4)]
+        waiting._watch(each)
+    assert waiting.next_tick_ns == 100
+    assert waiting.expired(99) is None
+    found = [waiting.expired(1000) for _ in range(4)]
     assert [None if one is None else (one[0], one[1].message) for one in found] == [
         (soon, "Deadline Exceeded"),
         (backlog, TIMED_OUT),
@@ -66,37 +70,37 @@ def test_the_earliest_moment_is_the_first() -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_who_left_or_got_a_slot_is_passed_over(left: bool) -> None:
-    expiries: Expiries[Step] = Expiries()
-    expiries.watch(one := step(1, timeout_ns=50), 1)
+    waiting = table()
+    waiting._watch(one := step(1, timeout_ns=50))
     if left:
         one.line = -1
     else:
         one.live.slot = Slot(0, 0)
-    assert expiries.next(1000) is None
-    assert len(expiries) == 0
+    assert waiting.expired(1000) is None
+    assert len(waiting.expiries) == 0
 
 
 def test_a_step_that_left_is_kept_by_nobody() -> None:
     """Also while one waits that would expire before it."""
-    expiries: Expiries[Step] = Expiries()
-    expiries.watch(first := step(1, deadline_ns=5), 1)
-    expiries.watch(gone := step(2, deadline_ns=1 << 60, timeout_ns=1 << 50), 2)
+    waiting = table()
+    waiting._watch(first := step(1, deadline_ns=5))
+    waiting._watch(gone := step(2, deadline_ns=1 << 60, timeout_ns=1 << 50))
     gone.line, left = -1, weakref.ref(gone)
     del gone
-    assert (left(), expiries.earliest_ns) == (None, 5)
-    assert [expiries.next(1 << 61), expiries.next(1 << 61)] == [(first, ANY), None]
+    assert (left(), waiting.next_tick_ns) == (None, 5)
+    assert [waiting.expired(1 << 61), waiting.expired(1 << 61)] == [(first, ANY), None]
 
 
 def test_a_timeout_counts_only_in_the_backlog() -> None:
-    expiries: Expiries[Step] = Expiries()
-    expiries.watch(step(1, timeout_ns=50, has_slot=True), 1)
-    assert expiries.earliest_ns is None
+    waiting = table()
+    waiting._watch(step(1, timeout_ns=50, has_slot=True))
+    assert waiting.next_tick_ns == 0
 
 
 def test_moments_of_those_that_left_do_not_pile_up() -> None:
-    expiries: Expiries[Step] = Expiries()
+    waiting = table()
     for number in range(1, 5000):
         each = step(number, deadline_ns=1 << 60)
-        expiries.watch(each, 0)
+        waiting._watch(each)
         each.line = -1
-    assert len(expiries) <= 65
+    assert len(waiting.expiries) <= 65
