@@ -182,7 +182,7 @@ class ParameterPushes:
                 here.append(_Staged(version, outcome))
                 answer(json.dumps({"byte_size": outcome.byte_size}).encode(), None)
                 return
-            self._unstage(sets, staged)
+            self._unstage(staged)
             if here is not None and not here:
                 del self._staged[operation.push]
             if isinstance(outcome, Exception):
@@ -209,41 +209,39 @@ class ParameterPushes:
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
         for version, parameters in staged:
-            sets = self._sets(version)
             if not self._is_here(version):
-                sets.staged.discard(parameters)
+                parameters.sets.staged.discard(parameters)
                 # This version is not loaded any more.
                 continue
             replaced = version.commit(parameters, operation.move_sequences)
             self._let_go(replaced.unused)
             if replaced.leaves is not None:
-                self._leave(sets, replaced.leaves)
+                self._leave(replaced.leaves)
             if parameters.name == MAIN_SET:
                 # What the C part has learned of answers and of timelines names the parameters before.
                 self._models.changes += 1
             _log.debug("%s is in use", parameters)
 
     def _forget(self, push: int) -> None:
-        for version, parameters in self._staged.pop(push, []):
-            if version.sets is not None:
-                self._unstage(version.sets, parameters)
+        for _, parameters in self._staged.pop(push, []):
+            self._unstage(parameters)
 
-    def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        sets.staged.discard(parameters)
+    def _unstage(self, parameters: ParameterSet) -> None:
+        parameters.sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
 
-    def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
+    def _leave(self, former: ParameterSet) -> None:
         def leave() -> None:
             # The room for versions before may have been too small for it.
-            if sets.keeps(former):
+            if former.sets.keeps(former):
                 former.hosted()
             former.leave()
 
         def done(outcome: Exception | None) -> None:
             if outcome is not None:
                 _log.error("%s is not kept", former, exc_info=outcome)
-                sets.forget_before(former)
+                former.sets.forget_before(former)
 
         self._thread.do(leave, done)
 

@@ -55,6 +55,12 @@ class HostFunction(Instantiated):
     def describe(self, error: BaseException) -> str:
         return describe_failure(self.signature.model, self._version, error)
 
+    def _fitted(self, spec: TensorSpec, value: Any, rows: int) -> Array:
+        """Returns an output that the function made in the shape that clients get. Raises Internal: it is not as declared."""
+        array = spec.as_objects(np.asarray(value))
+        check_output(self.signature.model, spec, self.signature.batches, rows, array.shape, array.dtype)
+        return spec.for_client(array, self.signature.batches)
+
 
 class HostModel(HostFunction):
     """A model version whose function returns a dict of arrays for a batch."""
@@ -115,12 +121,11 @@ class HostModel(HostFunction):
             raise Internal(f"model '{name}' returned {type(outputs).__name__}, a dict of arrays is expected")
         if spec.name not in outputs:
             raise Internal(f"model '{name}' did not compute its output '{spec.name}'")
-        array = spec.as_objects(np.asarray(outputs[spec.name]))
         if spec.cut_like:
+            array = spec.as_objects(np.asarray(outputs[spec.name]))
             check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
             return array
-        check_output(name, spec, self.signature.batches, rows, array.shape, array.dtype)
-        return spec.for_client(array, self.signature.batches)
+        return self._fitted(spec, outputs[spec.name], rows)
 
 
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
@@ -159,19 +164,15 @@ class GeneratorModel(HostFunction):
                 f"model '{self.signature.model}' yielded {type(value).__name__}, a dict of arrays is expected, or one with a "
                 "dict of parameters"
             )
-        outputs = {output: self._checked(request, output, array) for output, array in value.items()}
+        outputs: dict[str, Array] = {}
+        for name, array in value.items():
+            if (spec := self.signature.outputs.get(name)) is None:
+                raise Internal(f"model '{self.signature.model}' yielded '{name}', which is no output of it")
+            outputs[name] = encoded_strings(self._fitted(spec, array, request.rows))
         try:
             return Response(outputs, checked_parameters(parameters)) if parameters else outputs
         except InvalidArgument as error:
             raise Internal(f"model '{self.signature.model}': {error.message}") from None
-
-    def _checked(self, request: Request, output: str, value: Any) -> Array:
-        spec, batches = self.signature.outputs.get(output), self.signature.batches
-        if spec is None:
-            raise Internal(f"model '{self.signature.model}' yielded '{output}', which is no output of it")
-        array = spec.as_objects(np.asarray(value))
-        check_output(self.signature.model, spec, batches, request.rows, array.shape, array.dtype)
-        return encoded_strings(spec.for_client(array, batches))
 
 
 class _GeneratorRun:
@@ -208,8 +209,6 @@ class _GeneratorRun:
 
     def _rested(self) -> None:
         try:
-            if self._sender.is_cancelled:
-                self._generator.close()
             with precision(self._model.signature.wide), calling(Caller(self._model.port, [self._request])) as caller:
                 self.go_on(alone=True)
             caller.close()

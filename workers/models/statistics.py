@@ -72,7 +72,7 @@ class ResponsesByNumber:
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
         #: The responses that were counted together: how many, and the ns from the response before each.
-        self._counts = self._waited_ns = np.zeros(0, np.int64)
+        self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
         """Returns the statistics of all requests' responses at position ``number``, or None from ``MAX_RESPONSES`` on."""
@@ -86,8 +86,6 @@ class ResponsesByNumber:
         ``first``: the index of the first of these responses among all responses to the request. ``waited_ns`` is INT64[count]:
         the time between each of these responses and the response before it, in ns.
         """
-        if not len(self._counts):
-            self._open()
         which = slice(first, first + len(waited_ns))
         self._counts[which] += 1
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
@@ -97,13 +95,8 @@ class ResponsesByNumber:
 
         ``waited_ns``: the time between the request's previous response and response ``first``.
         """
-        if not len(self._counts):
-            self._open()
         self._counts[first : first + count] += 1
         self._waited_ns[first : first + 1] += waited_ns
-
-    def _open(self) -> None:
-        self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns Triton's ``response_stats``, a dict by response index. Key "0" has the statistics of all first responses."""

@@ -146,9 +146,8 @@ class ExecutableCache:
         if self._directory is None:
             return self.make(key, what, make), True
         with self._directory.sole(_name(key), cancellation.check):
-            if (found := self.load(key, usual, small)) is not None:
-                return found, False
-            return self.make(key, what, make), True
+            found = self.load(key, usual, small)
+            return (self.make(key, what, make), True) if found is None else (found, False)
 
     def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
         """Compiles a program by a call of ``make``, stores the program in the cache under ``key``, and returns the program.

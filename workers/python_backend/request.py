@@ -368,9 +368,8 @@ class InferenceRequest:
         returned as a response with an error.
         """
         call = self._call(decoupled)
-        if isinstance(call, InferenceResponse):
-            return one_response(call, decoupled)
-        call.begin()
+        if not call.refused:
+            call.begin()
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
@@ -380,16 +379,13 @@ class InferenceRequest:
         Raises TritonModelException: the running code may not call models, or the request is malformed. Raises RuntimeError: no
         event loop runs in this thread.
         """
-        loop = asyncio.get_running_loop()
+        asyncio.get_running_loop()
         call = self._call(decoupled)
-        if isinstance(call, InferenceResponse):
-            done: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
-            done.set_result(one_response(call, decoupled))
-            return done
-        call.begin(by_coroutine=True)
+        if not call.refused:
+            call.begin(by_coroutine=True)
         return asyncio.ensure_future(first_answer(call, call.first()))
 
-    def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
+    def _call(self, decoupled: bool) -> ModelCall:
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id
@@ -420,21 +416,19 @@ class InferenceRequest:
         if found is None or not found.may_call or found.port.server is None:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
         arrays = {tensor.name(): tensor.for_call() for tensor in self._inputs}
-        if len(arrays) < len(self._inputs):
-            names = [tensor.name() for tensor in self._inputs]
-            twice = next(name for name in names if names.count(name) > 1)
-            return _failed(self._model_name, f"input '{twice}' already exists in request")
         hint = (
             f"Model {self._model_name} is using the decoupled. The current BLS request call doesn't support models using the "
             "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for "
             "decoupled models.'"
         )
         outputs = tuple(map(_text, self._requested))
-        return ModelCall(found, prepared, own, arrays, outputs, decoupled, hint, self._trace.timeline)
-
-
-def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
+        call = ModelCall(found, prepared, own, arrays, outputs, decoupled, hint, self._trace.timeline)
+        if len(arrays) < len(self._inputs):
+            names = [tensor.name() for tensor in self._inputs]
+            twice = next(name for name in names if names.count(name) > 1)
+            call.refused = True
+            call.answered(InvalidArgument(f"input '{twice}' already exists in request"), True)
+        return call
 
 
 def _text(name: str | bytes) -> str:
@@ -464,14 +458,11 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
+        why = f"Model {call.prepared.model} - Error when running inference: {why}{error.message}"
         code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
-        return one_response(_failed(call.prepared.model, why + error.message, code), call.streams)
+        response = InferenceResponse(error=TritonError(why, code))
+        return ResponseIterator(None, (None, True), response) if call.streams else response
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
-
-
-def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns ``response`` if ``decoupled`` is False. Otherwise returns an iterator that yields only ``response``."""
-    return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
 async def first_answer(call: ModelCall, first: asyncio.Task[_Answer]) -> InferenceResponse | ResponseIterator:
