@@ -216,7 +216,9 @@ class Control:
             self._channel.put(Loaded(record.name, record.version, reason=REASON, cancelled=True))
             return
         if isinstance(outcome, Exception):
-            self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
+            known = outcome.message if isinstance(outcome, ServingError) else ""
+            reason = known or f"loading failed with {type(outcome).__name__}"
+            self._channel.put(Loaded(record.name, record.version, reason=reason))
             return
         self._models.hold(self._worker.adopt(outcome))
         _log.info("model '%s' version %d is ready", record.name, record.version)
@@ -354,10 +356,6 @@ class Control:
         return msgspec.json.encode(
             Figures(versions, self._regions.leases(), own, *lanes, compiles, worker.lane_answers)
         )
-
-
-def _sentence(error: Exception) -> str:
-    return error.message if isinstance(error, ServingError) else f"loading failed with {type(error).__name__}"
 
 
 class _Profiler:

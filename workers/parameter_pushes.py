@@ -81,20 +81,17 @@ class ParameterPushes:
         ``fds``: the operation's file descriptors. The caller closes those that are still in the list afterwards.
         """
         if isinstance(operation, MakeParameters):
-            self._make(operation, fds, answer)
-        elif isinstance(operation, StageParameters):
-            self._stage(operation, fds, answer)
-        elif isinstance(operation, CommitParameters):
+            return self._make(operation, fds, answer)
+        if isinstance(operation, StageParameters):
+            return self._stage(operation, fds, answer)
+        if isinstance(operation, CommitParameters):
             self._commit(operation)
-            answer(_DONE, None)
         elif isinstance(operation, AbortParameters):
             self._forget(operation.push)
-            answer(_DONE, None)
-        else:
-            # An Unload that came before it has taken the set along.
-            if (version := self._models.serving(operation.model, operation.version)) is not None:
-                self._let_go(self._sets(version).drop(operation.set))
-            answer(_DONE, None)
+        elif (version := self._models.serving(operation.model, operation.version)) is not None:
+            # Else an Unload that came before it has taken the set along.
+            self._let_go(self._sets(version).drop(operation.set))
+        return answer(_DONE, None)
 
     def _find(self, model: str, version: int, held: bool = False) -> ModelVersion:
         """Returns a version that is served or, if ``held`` is true, the load of it that is not served yet. Raises NotFound."""
@@ -117,8 +114,7 @@ class ParameterPushes:
     def _make(self, operation: MakeParameters, fds: list[int], answer: Answer) -> None:
         version = self._find(operation.model, operation.version, operation.held)
         sets, record = self._sets(version), version.loaded.record
-        if record is None:
-            raise Internal(f"nothing is known of where model '{version.name}' was loaded from")
+        assert record is not None  # only ensembles have none, and they have no sets
         base = (sets.newest(operation.set) or sets.main) if operation.partial else None
         folders = Path(record.version_path), Path(record.model_path)
         fd, limit = fds[0] if fds else None, self._limit

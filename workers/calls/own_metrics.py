@@ -89,7 +89,7 @@ class Counter(OwnMetric):
     _kind = MetricKind.COUNTER
 
     def increment(self, by: float = 1) -> None:
-        """Adds ``by`` to the counter. Raises InvalidArgument: ``by`` is less than 0."""
+        """Adds ``by``. Raises InvalidArgument: it is a counter, and ``by`` is less than 0."""
         self._held.registry.increment(self._kind, self._value, float(by))
 
     @property
@@ -102,10 +102,6 @@ class Gauge(Counter):
     """A metric of a model's own code, which the code can raise, lower and set. Each worker reports its own value."""
 
     _kind = MetricKind.GAUGE
-
-    def increment(self, by: float = 1) -> None:
-        """Adds ``by``, which may be less than 0, to the gauge."""
-        super().increment(by)
 
     def set(self, to: float) -> None:
         self._held.registry.set(self._kind, self._value, float(to))

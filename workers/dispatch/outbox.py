@@ -175,18 +175,8 @@ class Outbox:
             request.timeline.executed(execution.moments, request.arrays, result)
             if (ran := execution.parameters_of(request)) is not None and ran.number:
                 request.timeline.parameters = ran.name, ran.number
-        if request.sink is not None:
-            given = self._hand_over(request, result, execution.moments)
-        else:
-            given = self.answer(request, result, now_ns, execution.places)
+        given = self.answer(request, result, now_ns, execution.places, execution.moments)
         return _reason(request, given, result) if isinstance(given, ServingError) else None
-
-    @staticmethod
-    def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        if request.cancelled:
-            result = Cancelled()
-        hand_over(request, result, moments)
-        return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
         submitter = request.submitter
@@ -227,18 +217,28 @@ class Outbox:
             preparation.plan(layout, plan)
         return plan
 
-    def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
+    def answer(
+        self,
+        request: Request,
+        result: Result,
+        now_ns: int,
+        places: Places | None = None,
+        moments: Moments | None = None,
+    ) -> Result:
         """Answers a request with ``result``. If the response arena has no room, the answer waits for room, up to a time limit.
 
         Returns ``result`` if it was sent or waits. Returns an error if the client gets this error instead of ``result``, for
         example because too many bytes wait already. ``places``: the memory that was reserved for the request's outputs before
-        the run. None: no memory was reserved.
+        the run. None: no memory was reserved. ``moments``: the times of the run, which a request of this worker gets; None: it
+        has not run.
         """
+        if request.sink is not None:
+            given = Cancelled() if request.cancelled else result
+            hand_over(request, given, moments)
+            return given
         if isinstance(result, ServingError):
             self.fail(request, result)
             return result
-        if request.sink is not None:
-            return self._hand_over(request, result, None)
         submitter, byte_size = request.submitter, sum(array.nbytes for array in result.values())
         placed: ServingError | bool = False
         small = byte_size <= submitter.lane.arena.small_byte_size

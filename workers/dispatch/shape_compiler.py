@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 from tensord.shm.common.derivatives import of_model
-from tensord.shm.errors import Internal, Unavailable
+from tensord.shm.errors import Unavailable
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.outbox import Outbox
@@ -84,8 +84,7 @@ class ShapeCompiler:
         is an ``Unfit``, answers them with its error.
         """
         model = version.jitted
-        if model is None:
-            return
+        assert model is not None
         if isinstance(refused := batch[0].key, Unfit):
             now_ns = self._clock()
             self._outbox.fail_all([(request, refused.error) for request in batch], now_ns, Failure.OTHER)
@@ -135,11 +134,10 @@ class ShapeCompiler:
         def compiled(outcome: Executable | Exception) -> None:
             self._under_way -= 1
             requests = in_turns(version.compiling.pop(key).requests)
-            if isinstance(outcome, Exception) or version.jitted is None:
-                failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
+            if isinstance(outcome, Exception):
                 # What JAX says of a derivative is about the function's rules and shapes; what a model's code says is its own.
-                said = describe_exception(failed) if of_model(version.name)[1] else type(failed).__name__
-                error = compile_error(failed, requests, version.version, said)
+                said = describe_exception(outcome) if of_model(version.name)[1] else type(outcome).__name__
+                error = compile_error(outcome, requests, version.version, said)
                 now_ns = self._clock()
                 version.planner.done(requests, now_ns)
                 self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)
@@ -147,6 +145,7 @@ class ShapeCompiler:
                 self._restore(version, [])
                 self._next_grouped()
                 return
+            assert version.jitted is not None
             executables, grouped = version.jitted.executables, version.jitted.grouped
             gone = executables.add(outcome)
             for changed in (*gone, outcome.wanted):

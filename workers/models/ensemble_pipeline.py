@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensord.shm.arrays import Array
 from tensord.shm.errors import NotFound
 from tensord.shm.messages import TELLING_PARAMETER
 from tensord.workers.models.execution import Execution
@@ -23,10 +22,10 @@ from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.pipeline_program import Link, PipelineProgram
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.output_layout import layout_of, uncut
+from tensord.workers.tensors.request_tensors import by_rows
 
 #: Sets of outputs whose pipelines are cached, of all ensembles together.
 _LIMIT = 256
@@ -92,17 +91,7 @@ class EnsemblePipeline:
         if program.layout is None:
             program.layout = layout_of(self._signature, found, self._signature.batches)
         execution.outputs = uncut(program.layout, contents)
-        execution.cut = lambda: self._cut(requests, found)
-
-    def _cut(self, requests: Sequence[Request], found: Mapping[str, Array]) -> list[Result]:
-        if not self._signature.batches:
-            return [dict(found)]
-        results: list[Result] = []
-        at = 0
-        for request in requests:
-            results.append({name: array[at : at + request.rows] for name, array in found.items()})
-            at += request.rows
-        return results
+        execution.cut = lambda: [*by_rows(found, requests)] if self._signature.batches else [found]
 
     def count(self, execution: Execution) -> None:
         """Adds the requests of ``execution``, one run of the pipeline, to the statistics of each step's model."""

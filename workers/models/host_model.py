@@ -12,6 +12,7 @@ other requests. If the request is cancelled, the generator is closed (``close()`
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import STREAMED, Response, Result, checked_parameters
 from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
+from tensord.workers.tensors.request_tensors import by_rows
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
@@ -90,15 +92,10 @@ class HostModel(HostFunction):
             for name, spec in self.signature.outputs.items()
             if spec.cut_like
         }
-        results: list[Result] = [{name: encoded_strings(array) for name, array in outputs.items()}]
-        if self.signature.batches:
-            results, at = [], 0
-            for number, request in enumerate(requests):
-                part = {name: array[at : at + request.rows] for name, array in outputs.items()}
-                part |= {name: arrays[number] for name, arrays in cuts.items()}
-                results.append({name: encoded_strings(array) for name, array in part.items()})
-                at += request.rows
-        execution.results = results
+        results = [*by_rows(outputs, requests)] if self.signature.batches else [outputs]
+        for number, result in enumerate(results):
+            result |= {name: arrays[number] for name, arrays in cuts.items()}
+        execution.results = [{name: encoded_strings(array) for name, array in result.items()} for result in results]
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
         """Concatenates each input of a batch's requests. Adds the inputs that the configuration computes (``batch_input``)."""
@@ -196,18 +193,18 @@ class _GeneratorRun:
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
         while not (sender.is_cancelled or request.is_cancelled) and (made := next(generator, _END)) is not _END:
             sender.send(self._model.response(request, made))
-            if sender.is_full and self._resume is not None and sender.when_room(self._room):
+            if (
+                sender.is_full
+                and self._resume is not None
+                and sender.when_room(functools.partial(self._resume, self._rested))
+            ):
                 return
         if sender.is_cancelled or request.is_cancelled:
             generator.close()
         sender.finish(alone)
 
-    def _room(self) -> None:
-        """Makes the instance's thread continue the paused generator, or close the generator if the request is cancelled."""
-        assert self._resume is not None
-        self._resume(self._rested)
-
     def _rested(self) -> None:
+        """Continues the paused generator, or closes the generator if the request is cancelled."""
         try:
             with precision(self._model.signature.wide), calling(Caller(self._model.port, [self._request])) as caller:
                 self.go_on(alone=True)

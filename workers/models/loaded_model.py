@@ -23,7 +23,6 @@ from tensord.workers.requests.request import Request, controls_of
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 from tensord.workers.scheduling.queue import QueueRules
-from tensord.workers.scheduling.sequence import IterativeIds
 from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
@@ -130,5 +129,5 @@ class LoadedModel:
     def join_again(self, request: Request) -> None:
         """Gives a request new control inputs for one more run. In the new control inputs, START is cleared."""
         assert self.sequences is not None
-        request.controls = IterativeIds.next_round(request.controls)
+        request.controls = request.controls._replace(start=False)
         request.add(self.sequences.controls.arrays(request.controls))

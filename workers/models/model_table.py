@@ -60,7 +60,7 @@ class ModelTable:
                 each.statistics.succeed(former[each.name].statistics)
                 former[each.name].when_closed(each.statistics.inherit)
         if old is not None:
-            self._drain(old, lambda: None)
+            self.discard(old)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
         """Removes version ``number`` of the model ``name``. The version gets no new requests.
@@ -80,7 +80,7 @@ class ModelTable:
             return
         for each in version.family:
             self._index(each.name)
-        self._drain(version, done)
+        self.discard(version, done)
 
     def _take(self, name: str, number: int) -> ModelVersion | None:
         version = self._serving.get((name, number))
@@ -110,10 +110,6 @@ class ModelTable:
         Unlike ``find``, also returns a version that takes no requests.
         """
         return self._serving.get((name, number))
-
-    def discard(self, version: ModelVersion) -> None:
-        """Ends a loaded version that was never added to the table."""
-        self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
         """Returns version ``number`` of the model ``name``; 0: the newest. Raises NotFound: there is none.
@@ -150,7 +146,8 @@ class ModelTable:
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained
 
-    def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
+    def discard(self, version: ModelVersion, done: Callable[[], None] = lambda: None) -> None:
+        """Ends a loaded version that requests do not find. ``done``: called when it and its derivatives have ended."""
         left = set(version.family)
 
         def ended(one: ModelVersion) -> None:

@@ -132,11 +132,8 @@ class RegionTable:
         if record.near:
             self._adopt(self._opened(record))
             return
-        if (renewed := self._regions.pop(record.name, None)) is not None:
-            self.leaving.append(renewed)
         self._elsewhere[record.name] = record
-        self.changes += 1
-        self.settle()
+        self._replace(record.name)
 
     def _opened(self, record: RegisterCudaRegion) -> CudaRegion:
         own = self._gpu
@@ -160,10 +157,13 @@ class RegionTable:
 
     def _adopt(self, region: AnyRegion) -> None:
         """Adds a region to the table, in place of an earlier one with this name."""
-        if (renewed := self._regions.get(region.name)) is not None:
+        self._replace(region.name)
+        self._regions[region.name] = region
+
+    def _replace(self, name: str) -> None:
+        if (renewed := self._regions.pop(name, None)) is not None:
             # Requests that use the earlier region go on using it.
             self.leaving.append(renewed)
-        self._regions[region.name] = region
         self.changes += 1
         self.settle()
 

@@ -65,7 +65,7 @@ class RequestTimeline:
     """The timeline of one traced request: timestamps, tensors, spans, and the timelines of requests made on its behalf."""
 
     __slots__ = (
-        *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors", "_within"),
+        *("_characters", "_children", "_count", "_moments", "_spans", "_tensors", "_within"),
         *("attaches", "context", "level", "parameters"),
     )
 
@@ -77,7 +77,6 @@ class RequestTimeline:
         #: Name and number of the pushed parameter set that it was computed with, if it was.
         self.parameters: tuple[str, int] | None = None
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
-        self._has_responded = False
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
         #: The span of the model's code in which each of them was made; None: in none.
@@ -120,8 +119,7 @@ class RequestTimeline:
 
     def responded(self, now_ns: int) -> None:
         """Adds the time of the first response. Later calls do nothing."""
-        if not self._has_responded:
-            self._has_responded = True
+        if trace_stamps.RESPONSE_START not in dict(self._moments):
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:

@@ -184,8 +184,8 @@ class Shares(dict[Hashable, int]):
     def enter(self, owner: Hashable) -> None:
         self[owner] = self.get(owner, 0) + 1
 
-    def leave(self, owner: Hashable, count: int = 1) -> None:
-        left = self[owner] - count
+    def leave(self, owner: Hashable) -> None:
+        left = self[owner] - 1
         if left:
             self[owner] = left
         else:

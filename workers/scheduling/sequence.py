@@ -108,8 +108,3 @@ class IterativeIds:
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
-
-    @staticmethod
-    def next_round(controls: Controls) -> Controls:
-        """Returns the controls for another run of the same request: ``controls`` with the flag START cleared."""
-        return controls._replace(start=False)

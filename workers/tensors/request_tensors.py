@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -87,3 +87,11 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
 def label(client_id: str) -> str:
     """Returns ``[request id: X] ``, the beginning of Triton's error messages. ``client_id``: the client's id of the request."""
     return f"[request id: {client_id or '<id_unknown>'}] "
+
+
+def by_rows(arrays: Mapping[str, Array], requests: Iterable[RequestTensors]) -> Iterator[dict[str, Array]]:
+    """Yields the rows of each request of a batch, by name. ``arrays``: the rows of all requests, one request after another."""
+    at = 0
+    for request in requests:
+        yield {name: array[at : at + request.rows] for name, array in arrays.items()}
+        at += request.rows
