@@ -69,8 +69,8 @@ class Models:
         self._before = ServedBefore(kept)
         #: Names of models that should be served: in the repositories, or asked for by name and not unloaded since.
         self._wanted: set[str] = set()
-        #: Names of models that could not even be tried when they were asked for last, with the reason.
-        self._refused: dict[str, str] = {}
+        #: Names of models that could not even be tried when they were asked for last, with what fronts were told of each.
+        self._refused: dict[str, ModelState] = {}
         #: The new ones among them that could not be read for want of file descriptors, and are read again.
         self._unread: set[str] = set()
         self._repositories = Repositories()
@@ -197,7 +197,7 @@ class Models:
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
-        refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
+        refused = {name: told.reason for name, told in self._refused.items() if name in folders or name in self._wanted}
         refused |= {name: taken for name in folders if (taken := repository.taken_name(name))}
         refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
         now = asyncio.get_running_loop().time()
@@ -279,8 +279,7 @@ class Models:
         if found is not None and found.lacking and name not in self.lifecycle.models:
             # Requests are told that it cannot be served now, until a version of it is known: not that there is no such model.
             self._unread.add(name)
-            self._refused[name] = f"the model {found.error}"
-            self._supervisor.model_changed(self._refused_state(name))
+            self._tell_refused(name, f"the model {found.error}")
         if found is None or found.lacking:  # the last look at the repositories found none, or could not read it
             found = await self._read(name, repository.find, self._paths(), name)
         reason = f"model '{name}' cannot be polled: {found.error}"
@@ -380,6 +379,8 @@ class Models:
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
             task.add_done_callback(functools.partial(_drop_if_same, self._again, found.name))
+        for name, told in list(self._refused.items()):  # a model for which one waited may not come any more
+            self._tell_refused(name, told.reason)
 
     async def _bring_again(self, found: FoundModel) -> None:
         error = await self._bring(found, again=True)
@@ -411,13 +412,15 @@ class Models:
 
     def _note_refused(self, name: str, reason: str) -> None:
         self._unread.discard(name)
-        self._refused[name] = reason
-        self._supervisor.model_changed(self._refused_state(name))
+        self._tell_refused(name, reason)
         self._check_readiness()
 
-    def _refused_state(self, name: str) -> ModelState:
+    def _tell_refused(self, name: str, reason: str) -> None:
         awaited = name in self._unread or bool(self.ensembles.awaits(self.ensembles.members(name)))
-        return ModelState(name, 0, "UNAVAILABLE", self._refused[name], awaited=awaited)
+        state = ModelState(name, 0, "UNAVAILABLE", reason, awaited=awaited)
+        if state != self._refused.get(name):
+            self._refused[name] = state
+            self._supervisor.model_changed(state)
 
     def _dismiss(self, name: str) -> None:
         self._unread.discard(name)
@@ -429,8 +432,8 @@ class Models:
     def standings(self) -> list[Standing]:
         """Returns the readiness of each model that should be served, and of each unreadable repository, sorted by name."""
         unreadable = self._repositories.unreadable
-        wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
-        refused = {name: why for name, why in refused.items() if name not in self._unread}
+        wanted = {*self._wanted, *unreadable}
+        refused = {name: told.reason for name, told in self._refused.items() if name not in self._unread} | unreadable
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
@@ -525,8 +528,7 @@ class Models:
 
     def states(self) -> list[ModelState | Readiness]:
         """Returns the records that tell a new front process the state of every model and the daemon's readiness."""
-        refused = map(self._refused_state, self._refused)
-        return [*self.lifecycle.states(), *self._coming.states(), *refused, self.readiness]
+        return [*self.lifecycle.states(), *self._coming.states(), *self._refused.values(), self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:

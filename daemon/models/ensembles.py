@@ -245,10 +245,7 @@ class Ensembles:
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
         models = {name: self._models.get(name) for name, _ in found.members}
-        return {
-            name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
-            for name, model in models.items()
-        }
+        return {name: f"{m.fingerprint} {m.repeated}" if m and m.fingerprint else "" for name, m in models.items()}
 
     def __repr__(self) -> str:
         return f"<Ensembles {', '.join(self._built)}>"

@@ -78,6 +78,14 @@ def failing(*_: Any) -> None:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+def take(states: ModelStates, record: ModelState | ModelGone | Readiness) -> None:
+    """Does with a record what a front does."""
+    if isinstance(record, ModelState):
+        states.update(record)
+    elif isinstance(record, ModelGone):
+        states.remove(record)
+
+
 def batch(worker: ObedientWorker) -> int:
     """Returns the ``max_batch_size`` of the worker's last load."""
     return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
@@ -279,12 +287,6 @@ async def test_a_new_model_that_cannot_be_read_for_want_of_descriptors_is_not_un
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     """The daemon starts, and can open no file of a model for a while: fronts, also later ones, refuse requests for now."""
-
-    def take(states: ModelStates, record: ModelState | ModelGone | Readiness) -> None:
-        if isinstance(record, ModelState):
-            states.update(record)
-        elif isinstance(record, ModelGone):
-            states.remove(record)
 
     folder = write_model(tmp_path, "m")
     published = list[Any]()
@@ -506,9 +508,7 @@ async def loaded(folder: Path, name: str) -> tuple[Models, DeadlyWorker, ModelSt
     """Loads a model of those in a folder, which load when they are asked for; returns what a front knows of them, too."""
     table, worker = ModelStates(), DeadlyWorker()
     options = Options(repository=Repository(paths=(str(folder),), control_mode="explicit"))
-    models = worker.models = Models(
-        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
-    )
+    models = worker.models = Models(options, supervisor({1: worker}, lambda record: take(table, record)))
     models.worker_joined(1, "cpu:0")
     await models.load(LoadModel(name))
     return models, worker, table
@@ -524,15 +524,8 @@ async def test_an_ensemble_of_a_model_that_is_given_up_says_so_and_comes_back_wi
     made_of(tmp_path, "e", "m")
     made_of(tmp_path, "outer", "e")
     table, worker = ModelStates(), DeadlyWorker()
-
-    def publish(record: ModelState | ModelGone | Readiness) -> None:
-        if isinstance(record, ModelState):
-            table.update(record)
-        elif isinstance(record, ModelGone):
-            table.remove(record)
-
     options = Options(repository=Repository(paths=(str(tmp_path),)))
-    models = worker.models = Models(options, supervisor({1: worker}, publish))
+    models = worker.models = Models(options, supervisor({1: worker}, lambda record: take(table, record)))
     worker.dies_of = "" if served else "m"
     models.worker_joined(1, "cpu:0")
     loads = models.begin(await models.scan(options.repository), options.repository)
@@ -554,14 +547,20 @@ async def test_an_ensemble_of_a_model_that_is_given_up_says_so_and_comes_back_wi
     models.close()
 
 
+@pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_an_ensemble_awaits_no_model_that_does_not_come(tmp_path: Path, fails: bool) -> None:
+async def test_an_ensemble_awaits_no_model_that_does_not_come(tmp_path: Path, fails: bool, served: bool) -> None:
     """The model was unloaded while it was given up, or loaded anew in vain: the ensemble is as unknown as the model."""
     write_model(tmp_path, "m", config=_TENSORS)
     made_of(tmp_path, "e", "m")
-    models, worker, table = await loaded(tmp_path, "e")
+    write_model(tmp_path, "first")
+    models, worker, table = await loaded(tmp_path, "e" if served else "first")
     worker.dies_of = "m"
-    worker.die()
+    if served:
+        worker.die()
+    else:
+        with pytest.raises(InvalidArgument, match="worker processes died"):
+            await models.load(LoadModel("e"))
     while not table._models["m"][1].awaited:
         await asyncio.sleep(0)
     with pytest.raises(Unavailable):
