@@ -184,7 +184,7 @@ class LaneConnection(Sender, Connection):
                 if self.is_closed:
                     raise Unavailable(CLOSED)
                 known = self.models.get((model, version))
-                if known is not None and known.choose() is not None and (not anew or known.opened_at > begun):
+                if known is not None and known.choose() is not None and (not anew or known.asked_at > begun):
                     return known
                 asked, wait = time.monotonic(), min(left, _WAIT)
                 try:
@@ -209,6 +209,7 @@ class LaneConnection(Sender, Connection):
             raise Unsupported("the daemon gives no lanes, or speaks another edition of their wire: ask over HTTP")
         ended = [number for number, lane in self._lanes.items() if not lane.usable]
         question = {"model": model, "version": version, "wait": wait, "ended": ended}
+        asked_at = time.monotonic()
         answer, sockets = self._socket.ask({"open": question}, wait)
         try:
             description = Description(answer)
@@ -235,7 +236,7 @@ class LaneConnection(Sender, Connection):
         finally:
             for sock in sockets:
                 sock.close()
-        opened = OpenedModel(description, lanes, answer.get("coming", 0), time.monotonic())
+        opened = OpenedModel(description, lanes, answer.get("coming", 0), asked_at, time.monotonic())
         if opened.choose() is None:
             raise Unavailable(f"model '{model}' has no worker now")
         self.models[model, version] = opened
@@ -533,7 +534,7 @@ class LaneConnection(Sender, Connection):
         if refusal is not None:
             if not self._is_elsewhere(call, until, since, refusal, lane):
                 raise refusal
-        elif pending.strikes and lane is not None and (known is None or known.opened_at <= lane.ended_at):
+        elif pending.strikes and lane is not None and (known is None or known.asked_at <= lane.ended_at):
             # Other workers may be ending as well, with the daemon for example: the request is not to be lost with all of them.
             self.find_lanes(call, until, since, anew=True)
         while not (pending.done() or self._send(pending)):

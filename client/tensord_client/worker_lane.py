@@ -603,20 +603,23 @@ class ClientLane:
 class OpenedModel:
     """A model's description and the lanes to the model's workers, as the daemon has sent them to the client."""
 
-    def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
+    def __init__(
+        self, description: Description, lanes: list[ClientLane], coming: int, asked_at: float, opened_at: float
+    ) -> None:
         """Stores what the daemon has told this client about a model.
 
         Args:
           lanes: the lanes to the workers that serve the model now.
           coming: how many further workers will serve the model, but do not yet.
-          opened_at: when the daemon told this, in seconds of ``time.monotonic()``.
+          asked_at: when the daemon was asked, in seconds of ``time.monotonic()``: what ended later it may not have known.
+          opened_at: when the daemon told this, or the client began to look for more lanes, on the same clock.
         """
         self.description = description
         self.lanes = lanes
         self.coming = coming
         #: The only lane, if no other is to come.
         self.alone = lanes[0] if len(lanes) == 1 and not coming else None
-        self.opened_at = opened_at
+        self.asked_at, self.opened_at = asked_at, opened_at
         #: Datatypes by name, of the inputs and of the outputs.
         self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}
         self.outputs: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["outputs"]}

@@ -29,7 +29,7 @@ def placement() -> Iterator[Placement]:
 @pytest.fixture
 def model() -> OpenedModel:
     metadata = {"inputs": [{"name": "x", "datatype": "UINT8"}], "outputs": []}
-    return OpenedModel(Mock(metadata=metadata), [], 0, 0.0)
+    return OpenedModel(Mock(metadata=metadata), [], 0, 0.0, 0.0)
 
 
 def placed(placement: Placement, model: OpenedModel, byte_size: int, count: int) -> list[wire.Placed]:

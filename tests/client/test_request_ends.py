@@ -31,6 +31,7 @@ import tensord_client
 from tensord_client import lane_request
 from tensord_client.answer_memory import HeldResults
 from tensord_client.asynchronous import AsyncModel
+from tensord_client.clients_socket import ClientsSocket
 from tensord_client.common.model import Model
 from tensord_client.common.results import Description
 from tensord_client.errors import Cancelled, ServingError
@@ -316,6 +317,48 @@ def test_a_daemon_that_refuses_at_once_is_asked_now_and_then(service: FakeServic
         with pytest.raises(ServingError, match="draining"):
             model.submit(X).result(PATIENCE)
         assert 2 < service.asked <= 2 + 0.5 / 0.05 + 2
+
+
+def test_what_the_daemon_was_asked_before_is_no_news(service: FakeService) -> None:
+    """Another thread's question was answered before the workers began to end: whoever asks since asks once more."""
+    answered, goes_on, waits = threading.Event(), threading.Event(), threading.Event()
+    asks = ClientsSocket.ask
+
+    def ask(*words: Any, **named: Any) -> Any:
+        answer = asks(*words, **named)
+        if not answered.is_set():
+            answered.set()
+            assert goes_on.wait(PATIENCE)
+        return answer
+
+    class Turn:
+        """The lock of whoever asks."""
+
+        def acquire(self, timeout: float = -1) -> bool:
+            if answered.is_set():
+                waits.set()
+            return lock.acquire(timeout=timeout)
+
+        def release(self) -> None:
+            lock.release()
+
+    with tensord_client.connect(service.path) as client:
+        connection: Any = client._connection  # type: ignore[attr-defined]
+        call, lock = client.model("m").call(X, (), {}), connection._asking
+        with (
+            mock.patch.object(connection, "_asking", Turn()),
+            mock.patch.object(ClientsSocket, "ask", ask),
+            ThreadPoolExecutor() as threads,
+        ):
+            first = threads.submit(connection.find_lanes, call, None, time.monotonic(), anew=True)
+            assert answered.wait(PATIENCE)
+            before = service.asked
+            second = threads.submit(connection.find_lanes, call, None, time.monotonic(), anew=True)
+            assert waits.wait(PATIENCE)
+            goes_on.set()
+            first.result(PATIENCE)
+            second.result(PATIENCE)
+        assert service.asked == before + 1
 
 
 def test_a_prepared_request_that_ended_while_it_had_no_worker(service: FakeService) -> None:
