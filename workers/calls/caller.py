@@ -25,8 +25,6 @@ from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 from tensord.workers.calls.metric_registry import MetricRegistry
 
 if TYPE_CHECKING:
-    from tensord.workers.calls.own_metrics import HeldFamily
-    from tensord.workers.calls.own_processes import OwnProcesses
     from tensord.workers.requests.request import Request
 
 
@@ -63,6 +61,21 @@ class CallServer(Protocol):
 PORT = "__tensord_port__"
 
 
+class Held(Protocol):
+    """A resource that a model's code has made, such as a metric or a process. It is closed when the version is unloaded."""
+
+    def close(self) -> None:
+        """Closes this resource, such as a metric, that a model's code has made. Further calls do nothing."""
+
+
+class EndsLater(Held, Protocol):
+    """A resource that a model's code has made, such as a process, and that may go on for some time after its ``close``."""
+
+    @property
+    def ended(self) -> bool:
+        """True if ``close`` was called and this resource, such as a process that a model's code has started, has ended."""
+
+
 class ModelPort:
     """Connects the code of one model version with its worker: for calls of other models, own metrics and own processes."""
 
@@ -95,19 +108,17 @@ class ModelPort:
         self.compiled = False
         #: The worker's process.
         self.process = os.getpid()
-        #: Metrics that the model's code has made.
-        self.families: dict[HeldFamily, None] = {}
-        #: Processes that the model's code has started, if any. They may go on for some time after they were closed.
-        self.processes: OwnProcesses | None = None
+        #: Resources that the model's code has made outside of itself.
+        self.held: dict[Held, None] = {}
+        #: Processes that the model's code has started, if any.
+        self.processes: EndsLater | None = None
         #: The caller for code of the model that works for no known request.
         self.detached = Caller(self)
 
     def close(self) -> None:
         """Closes all resources that the model's code has made, such as processes and metrics."""
-        for family in list(self.families):
-            family.close()
-        if self.processes is not None:
-            self.processes.close()
+        for held in list(self.held):
+            held.close()
 
     def __repr__(self) -> str:
         return f"<ModelPort of {self.name}:{self.version}>"

@@ -28,7 +28,7 @@ class HeldFamily:
         self.name = name
         self.kind = kind
         self._labels: set[Labels] = set()
-        port.families[self] = None
+        port.held[self] = None
 
     @property
     def registry(self) -> MetricRegistry:
@@ -54,7 +54,7 @@ class HeldFamily:
         """Stops holding the family and its metrics. They disappear unless another ``HeldFamily`` holds them. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
-            port.families.pop(self, None)
+            port.held.pop(self, None)
             port.metrics.release(self.name, port.key, self._labels)
 
 

@@ -173,7 +173,10 @@ def _owner() -> OwnProcesses | None:
         frame = frame.f_back  # type: ignore[assignment]
     if port.processes is None:
         port.processes = OwnProcesses(port.name)
-    return port.processes
+        port.held[port.processes] = None
+    processes = port.processes
+    assert isinstance(processes, OwnProcesses)
+    return processes
 
 
 # ---------------------------------------------------------------------------------------------------------- Python's ways

@@ -34,14 +34,11 @@ from importlib.machinery import (
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import CodeType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensord.config import model_folder
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.calls.caller import PORT, ModelPort
-
-if TYPE_CHECKING:
-    from tensord.workers.calls.own_processes import OwnProcesses
+from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
 
 _NOT_A_NAME = re.compile(r"\W")
 #: Attributes that the import system asks a module for; any other is looked up in the asking model's module.
@@ -131,7 +128,7 @@ class ModelImports:
         return self._port
 
     @property
-    def processes(self) -> OwnProcesses | None:
+    def processes(self) -> EndsLater | None:
         """Returns the object that ends all processes started by the model's code, or None if the code has started none."""
         return None if self._port is None else self._port.processes
 
