@@ -532,7 +532,7 @@ class Clients:
             # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
             or (not_found and "died of it" in message and deaths >= 2)
             or (not_found and ask.model in ensembles.ALL and bool(self.history.blamed) and deaths >= 2)
-            or (internal and "was given up" in message and deaths - ask.deaths >= 2)
+            or (internal and "was given up" in message and not ask.way and deaths - ask.deaths >= 2)
             or (unavailable and "is draining" in message and self.history.was_drained(ask.begun_ns))
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
             or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)

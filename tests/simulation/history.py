@@ -77,6 +77,8 @@ class History:
         self.files: Counter[str] = Counter()
         #: When workers have died.
         self.deaths: list[int] = []
+        #: When each has died by itself, and when the daemon has with all of its workers.
+        self.ends: list[int] = []
         #: When the supervisor has told fronts of each of them.
         self.fences: list[int] = []
         #: When somebody has last been stopped, or time has jumped.

@@ -303,9 +303,13 @@ class LaneClients:
         if code == "UNAVAILABLE" and troubled and not (ask.waits and waited < _PATIENCE * SECOND * 0.9):
             return "a worker was missing"
         if code == "INTERNAL" and died and ("may not be run twice" in message or "was given up" in message):
-            return (
+            why = (
                 "its worker has died, or its lane has ended: for want of a descriptor, or with the program's connection"
             )
+            # Workers that end with their daemon are one end: who asks again waits for the next daemon.
+            lanes_end = ask.front.gave_up or history.lacked(ask.begun_ns)
+            once = sum(end_ns >= ask.begun_ns - SECOND for end_ns in history.ends) < 2
+            return "" if once and "was given up" in message and not lanes_end else why
         if code == ResultsHeld.code or "no room for an answer" in message:
             return "its program has held answers"
         if ask.front.fills and "segments of" in message and "bytes are used" in message:

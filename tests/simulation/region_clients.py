@@ -151,7 +151,7 @@ class RegionClients(RegionRequests):
         elif chance.random() < 0.15:
             self._resize(file, min(len(file.double), chance.choice((0, PAGE, file.full_size // 2, file.full_size - 1))))
         elif chance.random() < 0.2:
-            file.unlink()
+            file.unlink(self._scheduler.clock.now_ns)
             self._scheduler.tell(f"{file} loses its name")
         else:
             self._scribble(file, chance)
@@ -244,7 +244,7 @@ class RegionClients(RegionRequests):
     def _replace(self, call: Call, chance: random.Random) -> None:
         """Makes another object in the place of one, under its key."""
         if (there := self._by_key(call.key)) is not None:
-            there.unlink()
+            there.unlink(self._scheduler.clock.now_ns)
             self._scheduler.tell(f"{there} loses its name")
         file = self.add(File, call.key, chance)
         for each in self.open:
@@ -272,6 +272,8 @@ class RegionClients(RegionRequests):
         elif call.kind == "register":
             if not call.gone_ns:
                 self._in_force.renewed(call)
+                if all(file.cannot_be(call.offset, call.byte_size, call.begun_ns) for file in call.files):
+                    self._scheduler.defect(f"{call} is answered well, and its object has no name, or too few bytes")
             there = self._in_force.certain(call.model, call.begun_ns)
             others = [
                 each

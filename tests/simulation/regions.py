@@ -61,6 +61,8 @@ class File:
         self.linked = not self.sealed
         #: When it was last cut; and since when, and until when, it was shorter than at first. 0: it is not, it never was.
         self.cut_ns = self.short_ns = self.whole_ns = 0
+        #: When it has lost its name.
+        self.unlinked_ns = 0
         #: How large it has been, and since when.
         self._sizes = [(-1, self.full_size)]
 
@@ -109,9 +111,14 @@ class File:
             if not self.is_short:
                 self.short_ns, self.whole_ns = 0, now_ns
 
-    def unlink(self) -> None:
+    def cannot_be(self, begin: int, byte_size: int, since_ns: int) -> bool:
+        """Returns whether at no time since then a region of that range could be made of it by its name."""
+        nameless = not self.sealed and 0 < self.unlinked_ns < since_ns
+        return nameless or self.has_lacked(begin + byte_size, since_ns)
+
+    def unlink(self, now_ns: int = 1) -> None:
         if self.linked:
-            self.linked = False
+            self.linked, self.unlinked_ns = False, now_ns
             os.unlink(f"/dev/shm/{self.key}")
 
     def __str__(self) -> str:

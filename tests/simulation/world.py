@@ -409,6 +409,7 @@ class World:
         """Notes that nobody awaits the end of a drain any more, because the daemon has ended."""
         self._drains = 0
         self._troubled()
+        self.history.ends.append(self.scheduler.clock.now_ns)
         self.clients.regions.daemon_ended()
 
     def _kill(self, process: ChildProcess) -> None:
@@ -419,6 +420,8 @@ class World:
         self._owners.process_ended(process)
         if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
+            if self.daemon.supervisor.alive:
+                self.history.ends.append(self.scheduler.clock.now_ns)
 
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""
