@@ -335,7 +335,7 @@ def test_nothing_is_filled_for_what_its_header_refuses(
     """A client announces a gigabyte and sends a header: neither its memory nor a copy of it takes any page more."""
     fd = spacious(header=header, byte_size=HUGE, seals=0 if way == "unsealed" else SEALS)
     blocks = os.fstat(fd).st_blocks
-    monkeypatch.setattr(sealed_memory.MemoryPool, "filled", None)
+    monkeypatch.setattr(sealed_memory.MemoryPool, "sealed", None)
     operation: MakeParameters | StageParameters = StageParameters(1, "m", 1, "main", 1)
     if way != "staged":
         operation = MakeParameters("m", 1, MemorySource(os.fstat(fd).st_size), checksum="crc32:00000000")
