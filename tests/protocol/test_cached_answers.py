@@ -243,7 +243,7 @@ def test_repeated_requests_of_a_form_go_to_the_cache_as_well(daemon: DaemonProce
 
 
 def test_an_answer_that_is_too_large_is_given_and_not_kept(daemon: DaemonProcess) -> None:
-    elements = 600_000
+    elements = 1_200_000
     x = httpclient.InferInput("x", [1, elements], "FP32")
     x.set_data_from_numpy(np.ones((1, elements), np.float32))
     with httpclient.InferenceServerClient(daemon.url) as client:
