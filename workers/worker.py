@@ -79,8 +79,8 @@ _MAX_SHOWN = 500
 _BEAT_NS = 1_000_000_000
 #: How often records that are not whole are looked at, while there are some.
 _HALVES_NS = 1_000_000_000
-#: The most lines in a second about lanes of clients that sent what is malformed: a client that goes on so may do it for days.
-_MAX_LINES = 1
+#: The most lines in a second about lanes of clients that sent what is malformed.
+_MAX_LINES = 10
 
 
 class Worker:
