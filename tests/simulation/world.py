@@ -354,9 +354,11 @@ class World:
 
     def _at_supervisor(self, call: Callable[[], object]) -> None:
         """Has the supervisor's loop call a function, as for an operator."""
-        if self.daemon.supervisor.alive:
-            self.daemon.supervisor.loop.call_soon(call)
-            self.daemon.supervisor.idle = False
+        process = self.daemon.supervisor
+        if process.alive:
+            # One that finds no descriptor for its first worker never listens to operators.
+            process.loop.call_soon(lambda: call() if hasattr(process, "supervisor") else None)
+            process.idle = False
 
     def _drain(self, seconds: float) -> None:
         drain = self.daemon.supervisor.supervisor.drain
