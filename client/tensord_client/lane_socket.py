@@ -25,7 +25,7 @@ from tensord_client.native import wire
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 #: A flag of ``receive``: it does not wait.
 AT_ONCE = int(socket.MSG_DONTWAIT)
-#: What a datagram with a part of a record begins with, and one with its last part; and a list of one record. As tensord_wire.h.
+#: The first bytes of a datagram with a part of a record, of one with its last part, and of a list of one record (tensord_wire.h).
 _PART, _LAST_PART, _ONE = b"\x02", b"\x03", b"\x91"
 
 

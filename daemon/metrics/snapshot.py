@@ -97,6 +97,6 @@ class MetricsSnapshot:
     parameter_byte_size: int = 0
     #: Model and outcome of a change of its sets -> how often, ever.
     parameter_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: Of several exemplars of a bucket, the last one counts.
+    #: The exemplars of all buckets; where a bucket has several, the last one counts.
     exemplars: Sequence[Exemplar] = ()
     spans: Mapping[str, int] = field(default_factory=dict)

@@ -138,7 +138,7 @@ def test_what_is_still_looked_at_stays_guarded() -> None:
 
 
 def test_a_region_that_nobody_has_closed_guards_nothing_once_it_is_gone() -> None:
-    """What is mapped at its address later counts its own faults, and the range of the former one is not overwritten."""
+    """A mapping that is made later at the address of a region counts its own faults, and is not overwritten for the region."""
     gc.collect()
     region = region_of(2 * PAGE)
     os.ftruncate(region.fd, 0)

@@ -145,7 +145,7 @@ class Call(Change):
     #: Of "end": the registration whose client has ended. Of that: it is noted.
     of: Call | None = None
     has_end: bool = False
-    #: Of "end": when whoever registered the name again has heard that it is over; 0: it ended when ``ended_ns`` says.
+    #: Of "end": when a client has heard that it registered the region's name again; 0: the region was gone at ``ended_ns``.
     over_ns: int = 0
 
     def is_behind(self, front: FrontProcess) -> bool:

@@ -190,7 +190,7 @@ def _put(
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
-    #: What the copies to a GPU's memory read, until they have finished.
+    #: The outputs that are being copied to a GPU's memory; they are kept here until their copies have finished.
     read: list[Content] = []
     with contextlib.ExitStack() as copies:
         for name, (datatype, shape, content) in chosen.items():

@@ -28,7 +28,7 @@ _DIGEST_BYTE_SIZE = 32
 class Question(NamedTuple):
     """A key of the response cache: everything in a request on which its answer depends. Equal keys have the same answer."""
 
-    #: Of the requested outputs and the inputs, with all bytes. Nobody can find two requests that have one digest.
+    #: The BLAKE2b digest of the names of the requested outputs and of all inputs with their bytes.
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
     load: object

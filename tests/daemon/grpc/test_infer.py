@@ -86,7 +86,7 @@ def test_a_trace_ends_with_the_last_of_many_answers(
 def test_a_call_that_turns_out_to_ask_a_decoupled_model_leaves_one_trace(
     served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path, content: bytes
 ) -> None:
-    """Whether the model has no response, or the first of several."""
+    """The trace file has the refused call once, whether the model has sent no response, or the first of several."""
     _, worker, client = served
     call = client.call(request(id="a"))
     answer(worker, worker.next().request_id, content, final=not content)

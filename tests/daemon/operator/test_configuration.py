@@ -55,7 +55,7 @@ async def test_what_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_changes_of_the_log_are_published_and_described() -> None:
-    """What is given changes, everything is told, nothing is told twice, nor of a log that a reload leaves as it is."""
+    """A client's change of log settings changes what it names and is published once; a reload without changes publishes none."""
     published: list[Log] = []
     configuration = Configuration(OLD, lambda: OLD, published.append)
     assert list(json.loads(configuration.change_log(ChangeLog())).items()) == list(LOG.items())
